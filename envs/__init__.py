@@ -1,0 +1,56 @@
+"""Constrained continuing control tasks. `import envs` registers them with Gymnasium.
+
+`gym.make("AntCircle")` gives a single environment, `envs.make_vec("AntCircle", 64)` a batch.
+"""
+
+import difflib
+from functools import partial
+
+import gymnasium as gym
+from gymnasium.vector import VectorEnv
+
+from envs.adapter import Adapter
+from envs.batch import BatchEnv, SingleEnv
+from envs.circle import AntCircle, PointCircle
+from envs.gather import AntGather, PointGather
+from envs.lqr import ConstrainedLQR
+
+BATCHED = {
+    task.__name__: task for task in (PointCircle, PointGather, AntCircle, AntGather, ConstrainedLQR)
+}
+SUMO = {"Grid": "envs.grid:Grid", "Bottleneck": "envs.bottleneck:Bottleneck"}
+IDS = (*BATCHED, *SUMO)
+
+for _id, _task in BATCHED.items():
+    gym.register(_id, entry_point=partial(SingleEnv, _task), vector_entry_point=_task)
+for _id, _entry in SUMO.items():
+    gym.register(_id, entry_point=_entry)
+
+
+def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> VectorEnv:
+    """n copies of an environment under one rule, ours or any Gymnasium id (`package.module:Id`).
+
+    Autoreset is SAME_STEP; `infos["cost"]` (float64) and `infos["final_obs"]` cover every row on
+    every step. Row i is seeded with seed + i. `stagger=True` spreads the episode clocks of our
+    batched tasks; others ignore it. Further arguments go to the environment.
+    """
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be >= 1, got {num_envs}")
+    if env_id in BATCHED:
+        return BATCHED[env_id](num_envs=num_envs, seed=seed, **kwargs)
+    kwargs.pop("stagger", None)
+    if env_id in SUMO and num_envs > 1:
+        from envs.sumo import make_workers
+
+        return make_workers(env_id, num_envs, seed, **kwargs)
+    try:
+        return Adapter([partial(gym.make, env_id, **kwargs)] * num_envs, env_id, seed)
+    except (gym.error.UnregisteredEnv, ModuleNotFoundError) as error:
+        near = difflib.get_close_matches(env_id.split(":")[-1], [*IDS, *gym.registry], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown environment {env_id!r}{hint} (ours: {', '.join(IDS)})"
+        ) from error
+
+
+__all__ = ["IDS", "Adapter", "BatchEnv", "SingleEnv", "make_vec", *BATCHED]

@@ -1,0 +1,101 @@
+"""Any Gymnasium environment with a cost in its info, made to obey the rules of this package."""
+
+from collections.abc import Callable
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+
+class Adapter(VectorEnv):
+    """Single environments side by side in this process, stepped one after the other.
+
+    SAME_STEP autoreset; `infos["cost"]` and `infos["final_obs"]` are full arrays on every step, as
+    in `envs.batch.BatchEnv`. Bounded actions are rescaled to [-1, 1].
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, makers: list[Callable[[], gym.Env]], name: str, seed: int | None = None):
+        self.envs = [make() for make in makers]
+        self.name = name
+        self.num_envs = len(self.envs)
+        self.first_seed = seed
+        first = self.envs[0]
+        self.bounded = self._check_spaces(first)
+        self.metadata = {**first.metadata, **self.metadata}
+        self.render_mode = first.render_mode
+        self.cost_limit = getattr(first.unwrapped, "cost_limit", None)
+        self.recommended_num_envs = getattr(first.unwrapped, "recommended_num_envs", 1)
+        obs, act = first.observation_space, first.action_space
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, obs.shape, np.float32)
+        bound = 1.0 if self.bounded else np.inf
+        self.single_action_space = gym.spaces.Box(-bound, bound, act.shape, np.float32)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.low, self.high = act.low.astype(np.float64), act.high.astype(np.float64)
+
+    def _check_spaces(self, env: gym.Env) -> bool:
+        obs, act = env.observation_space, env.action_space
+        for what, space in (("observation", obs), ("action", act)):
+            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+                raise ValueError(
+                    f"{self.name} has the {what} space {space}; these scripts need a flat Box"
+                )
+        return bool(np.isfinite(act.low).all() and np.isfinite(act.high).all())
+
+    def _env_action(self, action: np.ndarray) -> np.ndarray:
+        if self.bounded:
+            action = self.low + (np.clip(action, -1.0, 1.0) + 1.0) / 2.0 * (self.high - self.low)
+        return np.asarray(action, self.envs[0].action_space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is None:
+            seed, self.first_seed = self.first_seed, None
+        obs = np.zeros(self.observation_space.shape, np.float32)
+        for i, env in enumerate(self.envs):
+            row_seed = seed if seed is None else seed + i if np.isscalar(seed) else seed[i]
+            obs[i], _ = env.reset(seed=row_seed, options=options)
+        return obs, {}
+
+    def step(self, actions: np.ndarray):
+        obs = np.zeros(self.observation_space.shape, np.float32)
+        final_obs = np.zeros_like(obs)
+        rewards, costs = np.zeros(self.num_envs), [0.0] * self.num_envs
+        terminated, truncated = np.zeros((2, self.num_envs), bool)
+        for i, env in enumerate(self.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], info = env.step(
+                self._env_action(np.asarray(actions[i], np.float64))
+            )
+            if "cost" not in info:
+                raise ValueError(
+                    f"{self.name} puts no 'cost' into info: a constrained task must give the cost "
+                    f"of every step in info['cost'] (a wrapper can add it)"
+                )
+            costs[i] = info["cost"]
+            final_obs[i] = obs[i]
+            if terminated[i] or truncated[i]:
+                obs[i], _ = env.reset()
+        infos = {"cost": np.asarray(costs, np.float64), "final_obs": final_obs}
+        return obs, rewards, terminated, truncated, infos
+
+    def get_state(self) -> list | None:
+        """Snapshots of all rows, or None where the environment cannot give one."""
+        if not all(hasattr(env.unwrapped, "get_state") for env in self.envs):
+            return None
+        return [env.unwrapped.get_state() for env in self.envs]
+
+    def set_state(self, state: list) -> None:
+        if len(state) != self.num_envs:
+            raise ValueError(f"a state of {len(state)} envs for {self.num_envs} of {self.name}")
+        self.first_seed = None
+        for env, row in zip(self.envs, state, strict=True):
+            env.unwrapped.set_state(row)
+
+    def render(self) -> tuple[np.ndarray, ...]:
+        return tuple(env.render() for env in self.envs)
+
+    def close_extras(self, **kwargs) -> None:
+        for env in self.envs:
+            env.close()

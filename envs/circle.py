@@ -1,0 +1,135 @@
+"""PointCircle and AntCircle: run around a circle that mostly lies outside the allowed strip."""
+
+import numpy as np
+
+from envs.batch import BatchEnv
+from envs.bodies import AntBody, PointBody
+from envs.render import draw_circle
+
+
+class Circle(BatchEnv):
+    """The task of both circle environments; the subclasses name body and sizes."""
+
+    radius: float  # of the circle that is rewarded
+    strip: float  # |x| above this costs
+    fall_penalty = 10.0
+
+    def __init__(self, num_envs: int, body: type, reach: float, **kwargs):
+        super().__init__(num_envs, body.obs_size, body.act_size, **kwargs)
+        self.body = body(num_envs, self.random, reach)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {**super().arrays(), **self.body.arrays()}
+
+    def _start(self, rows: np.ndarray) -> None:
+        self.body.start(rows)
+
+    def _advance(self, actions: np.ndarray):
+        lost = self.body.advance(actions)
+        (x, y), (vx, vy) = self.body.where.T, self.body.velocity.T
+        rewards = (x * vy - y * vx) / (1.0 + np.abs(np.hypot(x, y) - self.radius))
+        costs = (np.abs(x) > self.strip).astype(np.float64)
+        if lost.any():  # regeneration: pay, jump to the start; the chain goes on from there
+            rewards[lost] = -self.fall_penalty
+            self.body.start(np.flatnonzero(lost))
+        return rewards, costs, {"regenerated": lost}
+
+    def _observe(self) -> np.ndarray:
+        return self.body.observe().astype(np.float32)
+
+    def render_row(self, row: int) -> np.ndarray:
+        return draw_circle(self, row)
+
+
+class PointCircle(Circle):
+    """
+    ## Description
+    A point is paid for running counter-clockwise along a circle of radius 15 around the origin, but
+    only the strip |x| <= 2.5 is free of cost, and the circle lies outside it for 89 % of its
+    length. The task of Achiam et al. (2017), made continuing.
+
+    ## Action Space
+    `Box(-1, 1, (2,))`: way to go in this step (1 = one unit), turn (1 = 0.25 rad, taken first).
+
+    ## Observation Space
+    | index | meaning |
+    |---|---|
+    | 0-1 | x, y |
+    | 2-3 | cos yaw, sin yaw |
+    | 4-6 | change in the last step: dx, dy, dyaw |
+    | 7-8 | centre of mass x, y |
+
+    ## Rewards
+    (x dy - y dx) / (1 + | ||(x, y)|| - 15 |), with the position after the step and the displacement
+    (dx, dy) that it really made. At most 15.
+
+    ## Cost
+    1 if |x| > 2.5 after the step, else 0.
+
+    ## Constraint
+    Average cost per step <= 0.1.
+
+    ## Starting State
+    The origin, yaw ~ N(0, 0.01^2).
+
+    ## Episode End
+    Never terminated; truncated after `horizon` steps.
+
+    ## Arguments
+    `horizon=1000`, `render_mode=None | "rgb_array"`.
+    """
+
+    radius, strip, cost_limit = 15.0, 2.5, 0.1
+
+    def __init__(self, num_envs: int = 1, **kwargs):
+        super().__init__(num_envs, PointBody, reach=20.0, **kwargs)
+
+
+class AntCircle(Circle):
+    """
+    ## Description
+    MuJoCo's ant is paid for running counter-clockwise along a circle of radius 10, but only the
+    strip |x| <= 3 is free of cost. The task of Achiam et al. (2017), made continuing: an ant that
+    falls, flips on its back or runs away is put back to the start and pays 10.
+
+    ## Action Space
+    `Box(-1, 1, (8,))`: torques / 150 of hip 4, ankle 4, hip 1, ankle 1, hip 2, ankle 2, hip 3,
+    ankle 3.
+
+    ## Observation Space
+    | index | meaning |
+    |---|---|
+    | 0-2 | torso x, y, z |
+    | 3-6 | torso quaternion w, x, y, z |
+    | 7-14 | joint angles: hip 1, ankle 1, ..., hip 4, ankle 4 |
+    | 15-17 | torso velocity |
+    | 18-20 | torso angular velocity |
+    | 21-28 | joint velocities |
+    | 29-31 | centre of mass x, y, z |
+
+    ## Rewards
+    (x vy - y vx) / (1 + | ||(x, y)|| - 10 |) with position and velocity (m/s, over the step of
+    0.05 s) of the centre of mass. In a step of regeneration: -10.
+
+    ## Cost
+    1 if |x| > 3 for the centre of mass after the step (before a regeneration), else 0.
+
+    ## Constraint
+    Average cost per step <= 0.1.
+
+    ## Starting State
+    Standing at the origin; noise of 0.01 on the pose and 0.1 on the velocities.
+
+    ## Episode End
+    Never terminated; truncated after `horizon` steps. Regeneration inside the chain when the torso
+    height leaves [0.2, 1], its up-vector points down, the distance from the origin exceeds 20, or
+    the physics diverges.
+
+    ## Arguments
+    `horizon=1000`, `render_mode=None | "rgb_array"`.
+    """
+
+    radius, strip, cost_limit = 10.0, 3.0, 0.1
+
+    def __init__(self, num_envs: int = 1, **kwargs):
+        super().__init__(num_envs, AntBody, reach=20.0, **kwargs)
