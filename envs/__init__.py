@@ -7,6 +7,8 @@ import difflib
 from functools import partial
 
 import gymnasium as gym
+import numpy as np
+import torch
 from gymnasium.vector import VectorEnv
 
 from envs.adapter import Adapter
@@ -14,6 +16,7 @@ from envs.batch import BatchEnv, SingleEnv
 from envs.circle import AntCircle, PointCircle
 from envs.gather import AntGather, PointGather
 from envs.lqr import ConstrainedLQR
+from envs.render import record_gif
 
 BATCHED = {
     task.__name__: task for task in (PointCircle, PointGather, AntCircle, AntGather, ConstrainedLQR)
@@ -53,4 +56,35 @@ def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> V
         ) from error
 
 
-__all__ = ["IDS", "Adapter", "BatchEnv", "SingleEnv", "make_vec", *BATCHED]
+def snapshot(env: VectorEnv):
+    """`env.get_state()` with tensors for arrays, so that torch.load(weights_only=True) takes it.
+
+    None where the environment cannot give its state.
+    """
+    return _convert(env.get_state(), np.ndarray, lambda array: torch.from_numpy(array.copy()))
+
+
+def restore(env: VectorEnv, state) -> None:
+    """Put a `snapshot` back: stepping goes on bit for bit."""
+    env.set_state(_convert(state, torch.Tensor, lambda tensor: tensor.numpy()))
+
+
+def _convert(tree, kind: type, change):
+    if isinstance(tree, dict):
+        return {key: _convert(value, kind, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_convert(value, kind, change) for value in tree]
+    return change(tree) if isinstance(tree, kind) else tree
+
+
+__all__ = [
+    "IDS",
+    "Adapter",
+    "BatchEnv",
+    "SingleEnv",
+    "make_vec",
+    "record_gif",
+    "restore",
+    "snapshot",
+    *BATCHED,
+]

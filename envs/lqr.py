@@ -138,6 +138,8 @@ class ConstrainedLQR(BatchEnv):
         if second_limit is None:
             return answer(e, 0.0, (float(mu1),))
         l2 = second_limit - sigma * sigma
+        if l2 <= 0:
+            raise ValueError(f"no policy with noise sigma={sigma} meets {second_limit=}")
         if e + target**2 <= l2:  # the first optimum meets the second constraint
             return answer(e, 0.0, (float(mu1), 0.0))
         drift = Q * (b / (1 - a)) ** 2

@@ -118,3 +118,19 @@ def draw_lqr(env, row: int) -> np.ndarray:
     x = SIZE / 2 + float(np.clip(env.x[row], -5, 5)) / 5 * (SIZE / 2 - 20)
     canvas.ellipse([x - 10, middle - 10, x + 10, middle + 10], fill=(51, 102, 230))
     return np.asarray(image)
+
+
+def record_gif(
+    env_id: str, act, path: str, seed: int = 0, steps: int = 300, every: int = 2
+) -> None:
+    """An animated GIF of one env: `act` maps observations (1, obs) to actions (1, act)."""
+    from envs import make_vec
+
+    env, frames = make_vec(env_id, 1, seed=seed, render_mode="rgb_array"), []
+    obs, _ = env.reset()
+    for step in range(steps):
+        obs, *_ = env.step(act(obs))
+        if step % every == 0:
+            frames.append(Image.fromarray(env.render()[0]))
+    env.close()
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=50, loop=0)
