@@ -55,6 +55,7 @@ class Args:
     delta: float = 0.01  # KL trust-region radius (nats)
     recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
     dual: Literal["crossfit", "literal", "violated"] = "crossfit"  # docs/acpo_continuous.md
+    integral_gain: float = 0.1  # of the violation that tightens the limit for later (0: off)
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
     cg_damping: float = 0.1  # added to the diagonal of H
@@ -88,7 +89,8 @@ def check(args: Args, num_envs: int, limit: np.ndarray) -> None:
     for allowed, low, high, names in (
         (">= 1", 1, np.inf, "fisher_samples cg_iterations critic_epochs critic_minibatch"),
         (">= 1", 1, np.inf, "eval_episodes eval_steps"),
-        (">= 0", 0, np.inf, "num_envs cg_damping backtrack_iterations eval_every save_every"),
+        (">= 0", 0, np.inf, "num_envs cg_damping integral_gain backtrack_iterations"),
+        (">= 0", 0, np.inf, "eval_every save_every"),
         ("> 0", 1e-300, 1e300, "delta critic_learning_rate"),
         ("in [0, 1]", 0, 1, "recovery_t"),
         ("in [0, 1)", 0, 1 - 1e-12, "gae_lambda cost_gae_lambda"),
@@ -189,6 +191,11 @@ def compute_gae(rewards, values, next_values, dones, rho, gamma, lam):
 
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def symmetric(matrix: torch.Tensor) -> np.ndarray:
+    """CG leaves B'H^-1 B symmetric only up to its residual."""
+    return ((matrix + matrix.T) / 2.0).cpu().numpy()
 
 
 def surrogate_gradients(agent: Agent, obs, actions, advantages) -> torch.Tensor:
@@ -398,6 +405,7 @@ def main(args: Args) -> str:
     name = f"{args.env_id.split(':')[-1]}__{script}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or os.path.join(args.run_dir, name)
     state = {"iteration": 0, "seconds": 0.0, "cumulative_cost": 0.0, "L_c": np.nan, "rho_c": np.nan}
+    state["integral"] = [0.0] * m
     rows = []  # of progress.csv
     if args.resume:
         state = torch.load(f"{run_dir}/checkpoint.pt", weights_only=True)
@@ -488,26 +496,28 @@ def main(args: Args) -> str:
         solve = partial(conjugate_gradient, fvp, iterations=args.cg_iterations)
         gradients = surrogate_gradients(agent, b_obs, b_actions, advantages)  # g, a_1, .., a_m
         Hinv = torch.stack([solve(b) for b in gradients])
-        gram = (gradients @ Hinv.T).cpu().numpy()
-        gram = (gram + gram.T) / 2.0  # CG leaves it symmetric up to its residual
+        gram = symmetric(gradients @ Hinv.T)
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
-        c_dual, fidelity = c, np.ones(m)
         if args.dual == "crossfit":
-            # DEVIATION: s = a'H^-1 a contains the noise of a squared, often most of it: a step that
-            # promises -s really gives about s_x = a_1'H^-1 a_2, with a_1, a_2 from the two halves of
-            # the batch. So a violation must be answered s / s_x times. With d = (a_1 - a_2) / 2,
-            # s_x = s - d'H^-1 d.
-            spread = surrogate_gradients(agent, b_obs, b_actions, (advantages * b_halves)[:, 1:])
-            noise_s = np.array([(d @ solve(d)).item() for d in spread])
-            fidelity = np.clip(1.0 - noise_s / np.maximum(np.diag(S), 1e-300), 1e-6, 1.0)
-            c_dual = np.where(c > 0.0, c / fidelity, c)
-        lam, mu, case = solve_dual(q, r, S, c_dual, args.delta)
+            # DEVIATION: in sample, q, r and S contain the gradients' noise squared, and the step meets
+            # the constraint by fitting noise. With g_1, a_1 and g_2, a_2 from the two halves of the
+            # batch g_1'H^-1 a_2 does not; it is g'H^-1 a - d_g'H^-1 d_a, d the half differences.
+            spread = surrogate_gradients(agent, b_obs, b_actions, advantages * b_halves)
+            cross = gram - symmetric(spread @ torch.stack([solve(d) for d in spread]).T)
+            np.fill_diagonal(cross, np.maximum(np.diag(cross), 1e-8 * np.diag(gram)))
+            q, r, S = cross[0, 0], cross[1:, 0], cross[1:, 1:]
+        # DEVIATION: what linearisation and noise leave of the violation is integrated and answered
+        # by a tighter limit, l - integral.
+        integral = np.clip(np.array(state["integral"]) + args.integral_gain * c, 0.0, limit)
+        lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
         if args.dual == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
-            x = recovery_step(Hinv[0], Hinv[1:].T, gram, c, args.delta, args.recovery_t)
+            x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, args.delta, args.recovery_t)
         else:
-            x = (Hinv[0] - to_device(mu) @ Hinv[1:]) / lam  # [ACPO eq.14]
+            weights = np.array([1.0, *-mu]) / lam
+            kl = 0.5 * weights @ gram @ weights  # more than delta where crossfit found shorter g, a
+            x = to_device(weights * min(1.0, np.sqrt(args.delta / kl))) @ Hinv  # [ACPO eq.14]
         with torch.no_grad():
             theta_k = (*agent.policy(b_obs), agent.log_prob(b_obs, b_actions))
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, *theta_k)
@@ -561,7 +571,7 @@ def main(args: Args) -> str:
                            value_c=losses[1].item(), entropy=entropy, kl=kl,
                            explained_variance_r=explained[0].item(),
                            explained_variance_c=explained[1].item()),
-            "dual": dict(c=c[0], lam=lam, mu=mu[0], q=q, r=r[0], s=S[0, 0], fidelity=fidelity[0],
+            "dual": dict(c=c[0], lam=lam, mu=mu[0], q=q, r=r[0], s=S[0, 0], integral=integral[0],
                          case=("trust_region", "boundary", "recovery").index(case),
                          predicted_dc=state["L_c"], realised_dc=rho_c - state["rho_c"]),
             "linesearch": dict(accepted=float(accepted), backtracks=backtracks),
@@ -585,7 +595,7 @@ def main(args: Args) -> str:
 
         # Save
         state = {"iteration": iteration, "seconds": seconds, "cumulative_cost": total_cost}
-        state |= {"L_c": float(L_c[0]), "rho_c": rho_c}
+        state |= {"L_c": float(L_c[0]), "rho_c": rho_c, "integral": integral.tolist()}
         if iteration == iterations or (args.save_every and iteration % args.save_every == 0):
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             parts |= {"random": torch.get_rng_state(), "args": asdict(args)}

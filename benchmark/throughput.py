@@ -12,13 +12,16 @@ import csv
 import importlib.util
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import mujoco
@@ -26,8 +29,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from mujoco import rollout
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import envs
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import envs  # noqa: E402
 
 EPISODE = 200  # steps between restarts, the same in every row
 SEGMENT = 20  # steps that the raw simulator runs from one recorded state
@@ -43,12 +47,16 @@ class Row:
     num_envs: int
     work: Callable[[], int]
     close: Callable[[], None]
+    before: Callable[[], None] = lambda: None  # before each call of work, not measured
     rates: list[float] = field(default_factory=list)
 
     def measure(self, seconds: float) -> None:
-        steps, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds or steps == 0:
+        steps, elapsed = 0, 0.0
+        while elapsed < seconds:
+            self.before()
+            start = time.perf_counter()
             steps += self.work()
+            elapsed += time.perf_counter() - start
         self.rates.append(steps / elapsed)
 
     @property
@@ -176,8 +184,77 @@ def raw_simulator(task: str) -> list[Row]:
     ]
 
 
+def record_sumo(env, actions: np.ndarray) -> list[tuple]:
+    """Step the env; the calls that changed its SUMO world, in order, none that only reads."""
+    libsumo, calls = env.libsumo, []
+
+    def noting(function):
+        def call(*args):
+            calls.append((function, args))
+            return function(*args)
+
+        return call
+
+    control = "_show" if hasattr(env, "_show") else "_set_cap"  # lights or speed caps
+    before = getattr(env, control)
+    setattr(env, control, noting(before))
+    env.libsumo = SimpleNamespace(
+        simulationStep=noting(libsumo.simulationStep),
+        simulation=libsumo.simulation,
+        vehicle=SimpleNamespace(
+            add=noting(libsumo.vehicle.add),
+            setSpeedFactor=noting(libsumo.vehicle.setSpeedFactor),
+            getSpeed=libsumo.vehicle.getSpeed,
+        ),
+    )
+    for action in actions:
+        env.step(action)
+    env.libsumo = libsumo
+    setattr(env, control, before)
+    return calls
+
+
+def sumo_rows(task: str) -> list[Row]:
+    """The raw limit is `libsumo.simulationStep` on the trajectory that the env drives: lights, caps
+    and re-entries are recorded once and replayed, nothing is read."""
+    env, chunk = gym.make(task, horizon=10**9).unwrapped, 250
+    workers = envs.make_vec(task, 2, seed=0)
+    workers.reset()
+    env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    actions = rng.normal(0.0, 0.37, (chunk, 2, *env.action_space.shape)).astype(np.float32)
+    start = env.get_state()
+    calls = record_sumo(env, actions[:, 0])
+
+    def raw_work() -> int:
+        for function, args in calls:
+            function(*args)
+        return chunk
+
+    def env_work() -> int:
+        for action in actions[:, 0]:
+            env.step(action)
+        return chunk
+
+    def workers_work() -> int:
+        for action in actions:
+            workers.step(action)
+        return 2 * chunk
+
+    def rewind() -> None:
+        env.set_state(start)
+
+    return [
+        Row(task, "raw simulationStep", 1, raw_work, lambda: None, before=rewind),
+        Row(task, "ours, in process", 1, env_work, env.close, before=rewind),
+        Row(task, "ours, 2 workers", 2, workers_work, workers.close),
+    ]
+
+
 def rows_of(task: str) -> list[Row]:
     """Everything that is measured for a task. New groups of rows are added here."""
+    if task in envs.SUMO:
+        return sumo_rows(task)
     rows = ours(task) + gymnasium_rows(task)
     if task in ANTS:
         rows = raw_simulator(task) + rows
@@ -188,6 +265,7 @@ def rows_of(task: str) -> list[Row]:
 
 def measure(rows: list[Row], seconds: float, rounds: int) -> None:
     for row in rows:
+        row.before()
         row.work()  # warm up
     for i in range(rounds):
         for row in rows if i % 2 == 0 else rows[::-1]:
@@ -211,12 +289,34 @@ def ratios(rows: list[Row]) -> list[dict]:
     ]
 
 
+def training_lines(task: str, env_rate: float, seconds: float) -> list[dict]:
+    """ACPO with its default settings: steps/s of the whole loop, split into its three parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        iterations = max(5, round(seconds * env_rate / 3 / 8192))
+        command = [sys.executable, "acpo_continuous.py", "--env-id", task, "--run-dir", folder]
+        command += ["--total-timesteps", str(8192 * min(iterations, 60)), "--eval-every", "20"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        with open(next(Path(folder).glob("*/progress.csv"))) as file:
+            rows = list(csv.DictReader(file))[1:]  # the first iteration warms up
+    spent = {k: sum(float(row[f"time/{k}"]) for row in rows) for k in ("rollout", "update", "eval")}
+    train = spent["rollout"] + spent["update"]
+    lines = []
+    for name, time_spent in (("rollout + update", train), *spent.items()):
+        rate = round(len(rows) * 8192 / time_spent) if time_spent else 0
+        share = f"{rate / env_rate:.2f} of env only; {time_spent / train:.2f} of training time"
+        print(f"{task:<15}training, {name:<21}{rate:>14,} steps/s  {share}", flush=True)
+        lines.append({"task": task, "row": f"training, {name}", "num_envs": "default"})
+        lines[-1] |= {"steps_per_second": rate, "of_raw": "", "times_sync": ""}
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    tasks = list(envs.BATCHED)
+    tasks = list(envs.IDS)
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--seconds", type=float, default=10.0, help="per row, over all rounds")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--training", action="store_true", help="also time ACPO itself")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/throughput.csv"))
     args = parser.parse_args()
     multiprocessing.set_forkserver_preload(["envs"])
@@ -237,6 +337,10 @@ def main() -> None:
             )
         for row in rows:
             row.close()
+        if args.training:
+            rate = max(row.rate for row in rows if row.name.startswith("ours"))
+            for line in training_lines(task, rate, args.seconds):
+                table.append({**line, "cores": cores, "load": round(load, 1)})
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, table[0].keys())

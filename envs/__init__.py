@@ -48,7 +48,7 @@ def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> V
         return make_workers(env_id, num_envs, seed, **kwargs)
     try:
         return Adapter([partial(gym.make, env_id, **kwargs)] * num_envs, env_id, seed)
-    except (gym.error.UnregisteredEnv, ModuleNotFoundError) as error:
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env_id.split(":")[-1], [*IDS, *gym.registry], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(

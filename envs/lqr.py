@@ -14,8 +14,8 @@ class ConstrainedLQR(BatchEnv):
     compared with the exact answer.
 
     ## Action Space
-    `Box(-1, 1, (1,))`: u / 3. (The optimal u exceeds 3 about once in 10^6 steps or less, so the
-    bound does not disturb the closed form.)
+    `Box(-1, 1, (1,))`: u / 3. (At the default limit the optimal u practically never exceeds 3, and
+    without a limit once in 10^3 steps, so the bound does not disturb the closed form.)
 
     ## Observation Space
     | index | meaning |
