@@ -54,8 +54,9 @@ class Args:
     cost_gae_lambda: float = 0.95  # GAE parameter of the cost advantages
     delta: float = 0.01  # KL trust-region radius (nats)
     recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
-    dual: Literal["crossfit", "literal", "violated"] = "crossfit"  # docs/acpo_continuous.md
-    integral_gain: float = 0.1  # of the violation that tightens the limit for later (0: off)
+    dual: Literal["crossfit", "literal", "violated"] = "crossfit"  # how q, r, S are estimated
+    cost_step: float = 0.5  # most that an update may change the linearised cost (times the limit)
+    integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
     cg_damping: float = 0.1  # added to the diagonal of H
@@ -91,7 +92,7 @@ def check(args: Args, num_envs: int, limit: np.ndarray) -> None:
         (">= 1", 1, np.inf, "eval_episodes eval_steps"),
         (">= 0", 0, np.inf, "num_envs cg_damping integral_gain backtrack_iterations"),
         (">= 0", 0, np.inf, "eval_every save_every"),
-        ("> 0", 1e-300, 1e300, "delta critic_learning_rate"),
+        ("> 0", 1e-300, np.inf, "delta cost_step critic_learning_rate"),
         ("in [0, 1]", 0, 1, "recovery_t"),
         ("in [0, 1)", 0, 1 - 1e-12, "gae_lambda cost_gae_lambda"),
         ("in (0, 1)", 1e-12, 1 - 1e-12, "backtrack_coef"),
@@ -280,6 +281,13 @@ def solve_dual(q: float, r: np.ndarray, S: np.ndarray, c: np.ndarray, delta: flo
     return float("nan"), np.zeros(m), "recovery"
 
 
+def cross_fit(gram: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """gram - noise, made positive definite in units of gram's diagonal."""
+    unit = np.sqrt(np.diag(gram)) + 1e-300
+    values, vectors = np.linalg.eigh((gram - noise) / np.outer(unit, unit))
+    return (vectors * np.maximum(values, 1e-6)) @ vectors.T * np.outer(unit, unit)
+
+
 def recovery_step(Hinv_g, Hinv_A, gram: np.ndarray, c: np.ndarray, delta: float, t: float):
     """-sqrt(2 delta) [t w / |w| + (1-t) v / |v|] with |.| the H-norm, so KL <= delta. [ACPO eq.16]
 
@@ -355,15 +363,6 @@ def save_checkpoint(path: str, state: dict) -> None:
     os.replace(f"{path}.tmp", path)
 
 
-def write_rows(path: str, rows: list[dict], mode: str) -> None:
-    """Write ("w", with a header) or append ("a") rows of a CSV file."""
-    with open(path, mode, newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]) if rows else [])
-        if mode == "w":
-            table.writeheader()
-        table.writerows(rows)
-
-
 def plot_curves(rows: list[dict], limit: float, path: str) -> None:
     """Average reward and average cost per step against environment steps, with the limit."""
     import matplotlib.pyplot as plt
@@ -372,8 +371,8 @@ def plot_curves(rows: list[dict], limit: float, path: str) -> None:
     for axis, name in zip(figure.subplots(1, 2), ("reward", "cost"), strict=True):
         for group, label in (("charts", "training"), ("eval", "evaluation, mean action")):
             points = [(row["global_step"], row[f"{group}/avg_{name}"]) for row in rows]
-            points = [(int(x), float(y)) for x, y in points if y not in (None, "")]
-            axis.plot([x for x, _ in points], [y for _, y in points], label=label)
+            points = np.array([(float(x), float(y)) for x, y in points if y]).reshape(-1, 2)
+            axis.plot(points[:, 0], points[:, 1], label=label)
         axis.set(xlabel="environment steps", ylabel=f"average {name} per step")
     axis.axhline(limit, color="black", linestyle="--", label="limit")
     axis.legend()
@@ -404,27 +403,28 @@ def main(args: Args) -> str:
     script = os.path.splitext(os.path.basename(__file__))[0]
     name = f"{args.env_id.split(':')[-1]}__{script}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or os.path.join(args.run_dir, name)
-    state = {"iteration": 0, "seconds": 0.0, "cumulative_cost": 0.0, "L_c": np.nan, "rho_c": np.nan}
-    state["integral"] = [0.0] * m
-    rows = []  # of progress.csv
+    progress = f"{run_dir}/progress.csv"
+    state = {"iteration": 0, "seconds": 0.0, "cumulative_cost": 0.0, "integral": [0.0] * m}
+    state |= {"L_c": np.nan, "rho_c": np.nan, "env": None}
     if args.resume:
         state = torch.load(f"{run_dir}/checkpoint.pt", weights_only=True)
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        with open(f"{run_dir}/progress.csv", newline="") as file:
-            rows = list(csv.DictReader(file))[: state["iteration"]]  # what came later is done again
-        write_rows(f"{run_dir}/progress.tmp", rows, "w")
-        os.replace(f"{run_dir}/progress.tmp", f"{run_dir}/progress.csv")
+        with open(progress) as file:
+            lines = file.readlines()[: state["iteration"] + 1]  # what came later is done again
+        with open(f"{progress}.tmp", "w") as file:
+            file.writelines(lines)
+        os.replace(f"{progress}.tmp", progress)
     else:
         os.makedirs(run_dir)
         packages = ("torch", "numpy", "gymnasium", "mujoco", "libsumo")
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        versions = {name: importlib.metadata.version(name) for name in packages}
-        record = {"args": asdict(args), "commit": git.stdout.strip(), "versions": versions}
+        record = {"args": asdict(args), "commit": git.stdout.strip()}
+        record["versions"] = {name: importlib.metadata.version(name) for name in packages}
         with open(f"{run_dir}/args.json", "w") as file:
             json.dump(record, file, indent=2)
-    if args.resume and state["env"] is not None:
+    if state["env"] is not None:
         envs.restore(env, state["env"])
         obs = state["obs"].numpy()
     else:
@@ -466,8 +466,8 @@ def main(args: Args) -> str:
             obs, rewards, terminated, truncated, infos = env.step(actions[t])
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
             raw_rewards[t] = infos.get("raw_reward", rewards)  # without potential shaping
-            # ACPO: the bias has no zero at an end. A termination is a transition to the reset state;
-            # ACPO: a truncation cuts the sum and bootstraps from where the chain would have gone.
+            # ACPO: V is not 0 at an end: a termination is a transition to the reset state. A
+            # truncation cuts the sum of eq.22 and bootstraps from where the chain would have gone.
             raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             dones[t] = truncated
         rollout_time = time.perf_counter() - clock
@@ -497,31 +497,34 @@ def main(args: Args) -> str:
         gradients = surrogate_gradients(agent, b_obs, b_actions, advantages)  # g, a_1, .., a_m
         Hinv = torch.stack([solve(b) for b in gradients])
         gram = symmetric(gradients @ Hinv.T)
-        q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
+        estimate = gram
         if args.dual == "crossfit":
-            # DEVIATION: in sample, q, r and S contain the gradients' noise squared, and the step meets
-            # the constraint by fitting noise. With g_1, a_1 and g_2, a_2 from the two halves of the
-            # batch g_1'H^-1 a_2 does not; it is g'H^-1 a - d_g'H^-1 d_a, d the half differences.
+            # DEVIATION: in sample, q, r and S contain the gradients' noise squared, and the step
+            # meets the constraint by fitting noise. With g_1, a_1 and g_2, a_2 from two halves of
+            # the batch g_1'H^-1 a_2 does not: it is g'H^-1 a - d_g'H^-1 d_a, d the half difference.
             spread = surrogate_gradients(agent, b_obs, b_actions, advantages * b_halves)
-            cross = gram - symmetric(spread @ torch.stack([solve(d) for d in spread]).T)
-            np.fill_diagonal(cross, np.maximum(np.diag(cross), 1e-8 * np.diag(gram)))
-            q, r, S = cross[0, 0], cross[1:, 0], cross[1:, 1:]
-        # DEVIATION: what linearisation and noise leave of the violation is integrated and answered
-        # by a tighter limit, l - integral.
+            estimate = cross_fit(
+                gram, symmetric(spread @ torch.stack([solve(d) for d in spread]).T)
+            )
+        q, r, S = estimate[0, 0], estimate[1:, 0], estimate[1:, 1:]
+        # DEVIATION: the trust region ends where the cost could change by more than cost_step of its
+        # limit (or of itself), and what violation is left is integrated into a tighter limit.
+        reach = np.sqrt(2.0 * args.delta * np.diag(gram)[1:]) / np.maximum(limit, c + limit)
+        delta = args.delta / max(1.0, reach.max() / args.cost_step) ** 2
         integral = np.clip(np.array(state["integral"]) + args.integral_gain * c, 0.0, limit)
-        lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
+        lam, mu, case = solve_dual(q, r, S, c + integral, delta)
         if args.dual == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
-            x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, args.delta, args.recovery_t)
+            x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, delta, args.recovery_t)
         else:
             weights = np.array([1.0, *-mu]) / lam
-            kl = 0.5 * weights @ gram @ weights  # more than delta where crossfit found shorter g, a
-            x = to_device(weights * min(1.0, np.sqrt(args.delta / kl))) @ Hinv  # [ACPO eq.14]
+            length = np.sqrt(0.5 * weights @ gram @ weights / delta)  # 1 if literal and boundary
+            x = to_device(weights / max(length, 1.0)) @ Hinv  # [ACPO eq.14]
         with torch.no_grad():
             theta_k = (*agent.policy(b_obs), agent.log_prob(b_obs, b_actions))
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, *theta_k)
-        search = args.delta, args.backtrack_coef, args.backtrack_iterations
+        search = delta, args.backtrack_coef, args.backtrack_iterations
         accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, c, *search)
         agent.log_std.data.clamp_(min=args.log_std_min)
 
@@ -542,53 +545,49 @@ def main(args: Args) -> str:
 
         # Evaluation of the mean action, as in the paper, and of the policy that is constrained
         clock = time.perf_counter()
-        due = args.eval_every and (iteration % args.eval_every == 0 or iteration == iterations)
-        evaluation = {}
-        for prefix, deterministic in (("", True), ("stochastic_", False)):
-            numbers = [None] * 4
-            if due:
+        row = {}
+        for kind, deterministic in (("eval/avg", True), ("eval/stochastic_avg", False)):
+            numbers = ["", "", "", ""]
+            if args.eval_every and (iteration % args.eval_every == 0 or iteration == iterations):
                 sizes = args.eval_episodes, args.eval_steps, seed + 500_000
                 e_r, e_c = evaluate(agent, eval_env, *sizes, deterministic)
                 numbers = [e_r.mean(), e_c[:, 0].mean(), e_r.std(), e_c[:, 0].std()]
-            names = ("avg_reward", "avg_cost", "avg_reward_std", "avg_cost_std")
-            evaluation |= {prefix + k: v for k, v in zip(names, numbers, strict=True)}
+            names = ("_reward", "_cost", "_reward_std", "_cost_std")
+            row |= {kind + name: number for name, number in zip(names, numbers, strict=True)}
         eval_time = time.perf_counter() - clock
 
-        # Log. predicted_dc and realised_dc: change of the cost by the update before this batch
-        step, seconds, rho_c = (
-            iteration * args.batch_size,
-            time.perf_counter() - started,
-            rho[1].item(),
-        )
-        total_cost = state["cumulative_cost"] + signals[..., 1].sum().item()
-        entropy = (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item()
+        # Log
+        step, seconds = iteration * args.batch_size, time.perf_counter() - started
+        rho_c, total_cost = rho[1].item(), state["cumulative_cost"] + signals[..., 1].sum().item()
         # fmt: off
-        groups = {
-            "charts": dict(avg_reward=raw_rewards.mean(), avg_cost=rho_c, cost_limit=limit[0],
-                           cumulative_cost=total_cost, SPS=step / seconds),
-            "eval": evaluation,
-            "losses": dict(surrogate_r=L_r, surrogate_c=L_c[0], value_r=losses[0].item(),
-                           value_c=losses[1].item(), entropy=entropy, kl=kl,
-                           explained_variance_r=explained[0].item(),
-                           explained_variance_c=explained[1].item()),
-            "dual": dict(c=c[0], lam=lam, mu=mu[0], q=q, r=r[0], s=S[0, 0], integral=integral[0],
-                         case=("trust_region", "boundary", "recovery").index(case),
-                         predicted_dc=state["L_c"], realised_dc=rho_c - state["rho_c"]),
-            "linesearch": dict(accepted=float(accepted), backtracks=backtracks),
-            "time": dict(rollout=rollout_time, update=update_time, eval=eval_time),
+        row |= {
+            "charts/avg_reward": raw_rewards.mean(), "charts/avg_cost": rho_c,
+            "charts/cost_limit": limit[0], "charts/cumulative_cost": total_cost,
+            "charts/SPS": step / seconds,
+            "losses/surrogate_r": L_r, "losses/surrogate_c": L_c[0],
+            "losses/value_r": losses[0].item(), "losses/value_c": losses[1].item(),
+            "losses/explained_variance_r": explained[0].item(),
+            "losses/explained_variance_c": explained[1].item(), "losses/kl": kl,
+            "losses/entropy": (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item(),
+            "dual/c": c[0], "dual/lam": lam, "dual/mu": mu[0], "dual/q": q, "dual/r": r[0],
+            "dual/s": S[0, 0], "dual/delta": delta, "dual/integral": integral[0],
+            "dual/case": ("trust_region", "boundary", "recovery").index(case),
+            # of the update before this batch
+            "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c - state["rho_c"],
+            "linesearch/accepted": float(accepted), "linesearch/backtracks": backtracks,
+            "time/rollout": rollout_time, "time/update": update_time, "time/eval": eval_time,
         }
         # fmt: on
-        for i in range(1, m):
-            groups["charts"] |= {
-                f"avg_cost_{i + 1}": rho[i + 1].item(),
-                f"cost_limit_{i + 1}": limit[i],
-            }
-        row = {f"{group}/{k}": v for group, values in groups.items() for k, v in values.items()}
+        row |= {f"charts/avg_cost_{i}": rho[i].item() for i in range(2, m + 1)}
         for tag, value in row.items():
-            if value is not None:
+            if value != "":
                 writer.add_scalar(tag, value, step)
-        rows.append({"global_step": step, **row})
-        write_rows(f"{run_dir}/progress.csv", rows[-1:], "w" if iteration == 1 else "a")
+        with open(progress, "a") as file:
+            header = ",".join(["global_step", *row]) + "\n"
+            file.write(
+                (header if iteration == 1 else "") + ",".join(map(str, [step, *row.values()]))
+            )
+            file.write("\n")
         shown = f"reward {row['charts/avg_reward']:.4g}, cost {rho_c:.4g} (limit {limit[0]:g})"
         bar.set_postfix_str(shown, refresh=False)
         bar.update(args.batch_size)
@@ -609,6 +608,8 @@ def main(args: Args) -> str:
     if args.capture_video:
         act = lambda obs: agent.policy(agent.normalize(obs))[0].detach().cpu().numpy()  # noqa: E731
         envs.record_gif(args.env_id, act, f"{run_dir}/video.gif", seed=seed)
+    with open(progress) as file:
+        rows = list(csv.DictReader(file))
     plot_curves(rows, limit[0], f"{run_dir}/curves.png")
     last = rows[-max(1, len(rows) // 5) :]
     reward, cost = (
