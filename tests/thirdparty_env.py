@@ -1,0 +1,51 @@
+"""Environments as somebody else might write them: nothing here knows of this project."""
+
+import gymnasium as gym
+import numpy as np
+
+
+class Fuse(gym.Env):
+    """Terminates on every fifth step, which pays 2 instead of 1 and costs 1 instead of 0.
+
+    The averages are 1.2 and 0.2 per step whatever the policy, if and only if no step is lost.
+    """
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (5,), np.float32)
+    action_space = gym.spaces.Box(-2.0, 3.0, (2,), np.float32)
+    cost_limit = 0.3
+
+    def _obs(self) -> np.ndarray:
+        return np.eye(5, dtype=np.float32)[self.clock % 5]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.clock = 0
+        return self._obs(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.clock += 1
+        end = self.clock == 5
+        return self._obs(), 1.0 + end, end, False, {"cost": float(end)}
+
+
+class TwoCosts(gym.Env):
+    """x <- 0.5 x + u + noise with the costs u^2 and x^2; no end but the time limit of 25."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    cost_limit = (0.1, 2.0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = 0.0
+        return np.array([self.x]), {}
+
+    def step(self, action):
+        self.x = 0.5 * self.x + float(action[0]) + 0.1 * self.np_random.normal()
+        info = {"cost": np.array([float(action[0]) ** 2, self.x**2])}
+        return np.array([self.x]), self.x, False, False, info
+
+
+gym.register("Fuse-v0", entry_point=Fuse)
+gym.register("TwoCosts-v0", entry_point=TwoCosts, max_episode_steps=25)
