@@ -58,9 +58,7 @@ def test_lqr_reaches_the_constrained_optimum(tmp_path, seed):
     k, offset, sigma = linear_policy(agent)
     best = ConstrainedLQR.solution(limit=0.2, sigma=sigma)
     J, J_C, _ = ConstrainedLQR.evaluate(k, sigma, offset)
-    print(
-        f"seed {seed}: k {k:.4f} (best {best['gain']:.4f}), J {J:.4f} ({best['J']:.4f}), J_C {J_C:.4f}"
-    )
+    print(f"k {k:.4f} ({best['gain']:.4f}), J {J:.4f} ({best['J']:.4f}), J_C {J_C:.4f}")
     assert k == pytest.approx(best["gain"], rel=0.05)
     assert J_C <= 0.2 * 1.08  # of this one iterate; the average over the last updates:
     assert mean(rows, "charts/avg_cost") <= 0.2 * 1.02

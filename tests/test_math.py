@@ -11,6 +11,7 @@ from acpo_continuous import (
     Agent,
     compute_gae,
     conjugate_gradient,
+    cross_fit,
     fisher_vector_product,
     flat,
     line_search,
@@ -23,7 +24,7 @@ from acpo_continuous import (
 torch.manual_seed(0)
 
 
-# --- the dual -------------------------------------------------------------------------------------
+# --- the dual ------------------------------------------------------------------------------------
 
 
 def problem(rng, n=6, m=1, kind="random"):
@@ -158,7 +159,7 @@ def test_dual_meets_the_conditions_of_optimality(m):
 
 
 def test_dual_one_constraint_closed_form():
-    """mu = max(0, (lam c + r) / s), PLUS r; and the value of the dual is minus that of the primal."""
+    """mu = max(0, (lam c + r) / s), PLUS r; the value of the dual is minus that of the primal."""
     rng = np.random.default_rng(3)
     for _ in range(300):
         H, g, A, c, delta = problem(rng)
@@ -220,7 +221,7 @@ def test_dual_is_invariant_to_units():
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7 * np.abs(x).max())
 
 
-# --- recovery -------------------------------------------------------------------------------------
+# --- recovery ------------------------------------------------------------------------------------
 
 
 def recover(H, g, A, c, delta, t):
@@ -280,7 +281,7 @@ def test_recovery_without_cost_gradient_does_nothing():
     assert torch.equal(x, zero.double()) or torch.equal(x, zero)
 
 
-# --- Fisher matrix, conjugate gradient, gradients ---------------------------------------------------
+# --- Fisher matrix, conjugate gradient, gradients ------------------------------------------------
 
 
 @pytest.fixture
@@ -377,7 +378,7 @@ def test_surrogates_start_at_ratio_one_and_kl_zero(agent):
     assert kl == pytest.approx(exact, rel=1e-12) and kl > 1e-3
 
 
-# --- GAE --------------------------------------------------------------------------------------------
+# --- GAE -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rho", "gamma"), [("mean", 1.0), (0.0, 0.9)])
@@ -420,7 +421,26 @@ def test_gae_is_blind_to_a_constant_in_the_bias():
     torch.testing.assert_close(plain, shifted)
 
 
-# --- line search --------------------------------------------------------------------------------------
+# --- line search ---------------------------------------------------------------------------------
+
+
+def test_cross_fit_is_unbiased_and_positive_definite():
+    """Gradients with noise: the cross-fitted gram estimates the true one, the plain one does not."""
+    rng = np.random.default_rng(4)
+    true = rng.normal(size=(2, 50))
+    plain, crossed = np.zeros((2, 2)), np.zeros((2, 2))
+    for _ in range(4000):
+        halves = true + 2.0 * rng.normal(size=(2, 2, 50))  # two halves of a batch, H = I
+        mean, spread = halves.mean(0), (halves[0] - halves[1]) / 2
+        gram, noise = mean @ mean.T, spread @ spread.T
+        np.testing.assert_allclose(
+            gram - noise, (halves[0] @ halves[1].T + halves[1] @ halves[0].T) / 2
+        )
+        plain, crossed = plain + gram / 4000, crossed + (gram - noise) / 4000
+        assert np.linalg.eigvalsh(cross_fit(gram, noise))[0] > 0
+    np.testing.assert_allclose(crossed, true @ true.T, atol=2.0)
+    assert plain[1, 1] > (true @ true.T)[1, 1] + 90  # noise: 50 parameters x variance 2
+    np.testing.assert_allclose(cross_fit(gram, 0 * noise), gram)
 
 
 def test_line_search_restores_bit_for_bit(agent):
@@ -446,10 +466,11 @@ def test_line_search_rules(agent):
     start = flat(agent.policy_parameters()).detach().clone()
     x = torch.full_like(start, 1e-3)
 
-    def search(c, verdicts):
+    def search(c, verdicts, tolerance=0.0):
         torch.nn.utils.vector_to_parameters(start, agent.policy_parameters())
         answers = iter(verdicts)
-        return line_search(agent, x, lambda: next(answers), np.array([c]), 0.01, 0.5, 5)
+        rules = 0.01, 0.5, 5, tolerance
+        return line_search(agent, x, lambda: next(answers), np.array([c]), *rules)
 
     ok = (1.0, np.array([0.0]), 0.01)
     accepted, backtracks, *_ = search(
@@ -460,4 +481,6 @@ def test_line_search_rules(agent):
     # within the slack the cost may rise, when violated it may not; the reward may fall only then
     assert search(-0.1, [(1.0, np.array([0.1]), 0.0)])[1] == 0
     assert search(0.1, [(1.0, np.array([1e-9]), 0.0), ok])[1] == 1
+    assert search(0.1, [(1.0, np.array([1e-9]), 0.0), ok], tolerance=1e-8)[1] == 0
+    assert search(-0.1, [(1.0, np.array([0.12]), 0.0), ok], tolerance=0.01)[1] == 1
     assert search(0.1, [(-1.0, np.array([-1e-9]), 0.0)])[1] == 0
