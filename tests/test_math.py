@@ -425,7 +425,7 @@ def test_gae_is_blind_to_a_constant_in_the_bias():
 
 
 def test_cross_fit_is_unbiased_and_positive_definite():
-    """Gradients with noise: the cross-fitted gram estimates the true one, the plain one does not."""
+    """With noisy gradients the cross-fitted gram estimates the true one, the plain one does not."""
     rng = np.random.default_rng(4)
     true = rng.normal(size=(2, 50))
     plain, crossed = np.zeros((2, 2)), np.zeros((2, 2))
@@ -466,10 +466,10 @@ def test_line_search_rules(agent):
     start = flat(agent.policy_parameters()).detach().clone()
     x = torch.full_like(start, 1e-3)
 
-    def search(c, verdicts, tolerance=0.0):
+    def search(c, verdicts):
         torch.nn.utils.vector_to_parameters(start, agent.policy_parameters())
         answers = iter(verdicts)
-        rules = 0.01, 0.5, 5, tolerance
+        rules = 0.01, 0.5, 5
         return line_search(agent, x, lambda: next(answers), np.array([c]), *rules)
 
     ok = (1.0, np.array([0.0]), 0.01)
@@ -481,6 +481,4 @@ def test_line_search_rules(agent):
     # within the slack the cost may rise, when violated it may not; the reward may fall only then
     assert search(-0.1, [(1.0, np.array([0.1]), 0.0)])[1] == 0
     assert search(0.1, [(1.0, np.array([1e-9]), 0.0), ok])[1] == 1
-    assert search(0.1, [(1.0, np.array([1e-9]), 0.0), ok], tolerance=1e-8)[1] == 0
-    assert search(-0.1, [(1.0, np.array([0.12]), 0.0), ok], tolerance=0.01)[1] == 1
     assert search(0.1, [(-1.0, np.array([-1e-9]), 0.0)])[1] == 0
