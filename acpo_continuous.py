@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -78,20 +78,30 @@ class Args:
     device: str = "cpu"  # torch device of the networks
 
 
-def check(args: Args, num_envs: int, limit: np.ndarray) -> None:
-    """Refuse what cannot work, in one line that names the flag, its value and what is allowed."""
+def refuse(flag: str, value, why) -> NoReturn:
+    """One line that names the flag, its value and what is wrong; exit code 2."""
+    print(f"error: --{flag.replace('_', '-')} {value}: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check(args: Args, num_envs: int, m: int, limit: np.ndarray) -> None:
+    """Refuse what cannot work, before anything is written. m: costs that the environment gives."""
+    limit_ok = len(limit) == m and np.isfinite(limit).all() and (limit >= 0).all()
     batch_ok = num_envs >= 1 and args.batch_size % num_envs == 0 and args.batch_size >= 2 * num_envs
     rules = {
+        "num_envs": (args.num_envs >= 0, ">= 0"),
         "batch_size": (batch_ok, f"a multiple, 2 or more, of the {num_envs} environments"),
         "total_timesteps": (args.total_timesteps >= args.batch_size, "at least --batch-size"),
-        "cost_limit": (len(limit) and (limit >= 0).all(), "one number >= 0 per constraint"),
+        "cost_limit": (limit_ok, f"a number >= 0 for each of the {m} costs"),
+        "hidden_sizes": (min(args.hidden_sizes, default=1) >= 1, "all >= 1"),
     }
     for allowed, low, high, names in (
-        (">= 1", 1, np.inf, "fisher_samples cg_iterations critic_epochs critic_minibatch"),
-        (">= 1", 1, np.inf, "eval_episodes eval_steps"),
-        (">= 0", 0, np.inf, "num_envs cg_damping integral_gain backtrack_iterations"),
-        (">= 0", 0, np.inf, "eval_every save_every"),
-        ("> 0", 1e-300, np.inf, "delta critic_learning_rate"),
+        (">= 1", 1, 1e300, "fisher_samples cg_iterations critic_epochs critic_minibatch"),
+        (">= 1", 1, 1e300, "eval_episodes eval_steps"),
+        (">= 0", 0, 1e300, "seed cg_damping integral_gain backtrack_iterations"),
+        (">= 0", 0, 1e300, "eval_every save_every"),
+        ("> 0", 1e-300, 1e300, "delta critic_learning_rate"),
+        ("finite", -1e300, 1e300, "log_std_init log_std_min"),
         ("in [0, 1]", 0, 1, "recovery_t"),
         ("in [0, 1)", 0, 1 - 1e-12, "gae_lambda cost_gae_lambda"),
         ("in (0, 1)", 1e-12, 1 - 1e-12, "backtrack_coef"),
@@ -99,9 +109,7 @@ def check(args: Args, num_envs: int, limit: np.ndarray) -> None:
         rules |= {name: (low <= getattr(args, name) <= high, allowed) for name in names.split()}
     for name, (ok, allowed) in rules.items():
         if not ok:
-            flag = "--" + name.replace("_", "-")
-            print(f"error: {flag} {getattr(args, name)}: must be {allowed}", file=sys.stderr)
-            sys.exit(2)
+            refuse(name, getattr(args, name), f"must be {allowed}")
 
 
 class Agent(nn.Module):
@@ -382,13 +390,23 @@ def plot_curves(rows: list[dict], limit: float, path: str) -> None:
 def main(args: Args) -> str:
     """Train; returns the folder of the run."""
     torch.set_num_threads(1)  # the matrices are small, and the physics uses the other cores
-    probe = envs.make_vec(args.env_id, 1)
+    try:
+        probe = envs.make_vec(args.env_id, 1)
+        probe.reset(seed=0)
+        m = probe.step(np.zeros((1, *probe.single_action_space.shape)))[-1]["cost"].size
+    except ValueError as error:
+        refuse("env_id", args.env_id, error)
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        refuse("device", args.device, str(error).splitlines()[0])
     num_envs = args.num_envs or probe.recommended_num_envs
-    limit = np.array(args.cost_limit or np.ravel(probe.cost_limit or ()), np.float64)
+    own = () if probe.cost_limit is None else np.ravel(probe.cost_limit)
+    limit = np.array(args.cost_limit or own, np.float64)
     eval_rows = args.eval_episodes if probe.recommended_num_envs > 1 else 1
     probe.close()
-    check(args, num_envs, limit)
-    num_steps, m = args.batch_size // num_envs, len(limit)
+    check(args, num_envs, m, limit)
+    num_steps = args.batch_size // num_envs
     iterations = args.total_timesteps // args.batch_size
     seed = args.seed * 1_000_000  # row i of an env has seed + i: no two runs share random numbers
     env = envs.make_vec(args.env_id, num_envs, seed=seed, stagger=True)
@@ -418,7 +436,8 @@ def main(args: Args) -> str:
     else:
         os.makedirs(run_dir)
         packages = ("torch", "numpy", "gymnasium", "mujoco", "libsumo")
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+        here = os.path.dirname(os.path.abspath(__file__))
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
         record = {"args": asdict(args), "commit": git.stdout.strip()}
         record["versions"] = {name: importlib.metadata.version(name) for name in packages}
         with open(f"{run_dir}/args.json", "w") as file:
@@ -437,7 +456,8 @@ def main(args: Args) -> str:
     step = state["iteration"] * args.batch_size
     writer = SummaryWriter(run_dir, purge_step=step + 1 if args.resume else None)
     bar = tqdm(total=iterations * args.batch_size, initial=step, unit="step", dynamic_ncols=True)
-    started = time.perf_counter() - state["seconds"]
+    seconds = state["seconds"]
+    started = time.perf_counter() - seconds
 
     # Storage of one batch, filled in place
     raw_obs = np.zeros((num_steps, num_envs, obs_size), np.float32)
@@ -623,6 +643,8 @@ def parse() -> Args:
     """The command line; with --resume, the flags of that run are the defaults."""
     args = tyro.cli(Args)
     if args.resume:
+        if not os.path.exists(f"{args.resume}/checkpoint.pt"):
+            refuse("resume", args.resume, "there is no checkpoint.pt in that folder")
         with open(f"{args.resume}/args.json") as file:
             stored = json.load(file)["args"] | {"resume": args.resume}
         stored = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}

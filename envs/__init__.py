@@ -49,7 +49,8 @@ def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> V
     try:
         return Adapter([partial(gym.make, env_id, **kwargs)] * num_envs, env_id, seed)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
-        near = difflib.get_close_matches(env_id.split(":")[-1], [*IDS, *gym.registry], n=3)
+        known = dict.fromkeys([*IDS, *gym.registry])
+        near = difflib.get_close_matches(env_id.split(":")[-1], known, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
             f"unknown environment {env_id!r}{hint} (ours: {', '.join(IDS)})"

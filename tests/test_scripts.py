@@ -251,6 +251,7 @@ def test_logged_numbers_agree_with_one_another(runs):
     assert (kl <= flags["delta"]).all()
     assert ((kl > 0) == (accepted == 1)).all() and (tries >= 0).all()
     assert ((tries > flags["backtrack_iterations"]) == (accepted == 0)).all()
+    assert (column(rows, "losses/surrogate_c") <= np.maximum(0, -c)).all()
     integral = np.zeros(1)
     for violation, logged in zip(c, column(rows, "dual/integral"), strict=True):
         integral = np.clip(integral + flags["integral_gain"] * violation, 0, 0.2)
