@@ -1,8 +1,8 @@
 """ACPO learns what it should: known optima of ConstrainedLQR, and a short PointGather run."""
 
 import csv
+from functools import partial
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -25,8 +25,8 @@ gym.register(
 
 def train(tmp_path, **flags):
     """Run the script's main; returns (args, agent, rows of progress.csv)."""
-    flags = {"env_id": "ConstrainedLQR", "eval_every": 0, "save_every": 0, **flags}
-    args = acpo.Args(run_dir=str(tmp_path), **flags)
+    flags = {"env_id": "ConstrainedLQR", "batch_size": 4096, "eval_every": 0, **flags}
+    args = acpo.Args(run_dir=str(tmp_path), save_every=0, **flags)
     run = acpo.main(args)
     env = envs.make_vec(args.env_id, 1)
     m = np.size(args.cost_limit or env.cost_limit)
@@ -81,14 +81,18 @@ def test_lqr_with_a_loose_limit_reaches_the_unconstrained_optimum(tmp_path):
     flags = {"total_timesteps": 300_000, "log_std_init": -1.5, "cost_limit": (5.0,)}
     _, agent, _ = train(tmp_path, **flags)
     k, offset, sigma = linear_policy(agent)
-    assert k == pytest.approx(0.9, rel=0.05) and abs(offset) < 0.1
-    assert ConstrainedLQR.evaluate(k, sigma, offset)[0] > -1.1 * (1 + sigma**2)
+    assert k == pytest.approx(0.9, rel=0.08) and abs(offset) < 0.1  # J is flat around 0.9:
+    best = ConstrainedLQR.solution(limit=5.0, sigma=sigma)["J"]
+    assert ConstrainedLQR.evaluate(k, sigma, offset)[0] > 1.01 * best
 
 
 @pytest.mark.slow
-def test_lqr_with_two_constraints(tmp_path):
-    flags = {"env_id": "TwoCostLQR", "num_envs": 64, "total_timesteps": 400_000}
-    _, agent, rows = train(tmp_path, **flags, log_std_init=-1.5)
+def test_lqr_with_two_constraints(tmp_path, monkeypatch):
+    """At these limits both constraints are active at the optimum."""
+    task = partial(ConstrainedLQR, limit=0.2, second_limit=0.44)
+    monkeypatch.setitem(envs.BATCHED, "TwoCostLQR", task)
+    flags = {"env_id": "TwoCostLQR", "total_timesteps": 400_000, "log_std_init": -1.5}
+    _, agent, rows = train(tmp_path, **flags)
     k, offset, sigma = linear_policy(agent)
     best = ConstrainedLQR.solution(limit=0.2, second_limit=0.44, sigma=sigma)
     J, J_C, J_C2 = ConstrainedLQR.evaluate(k, sigma, offset)
@@ -100,6 +104,6 @@ def test_lqr_with_two_constraints(tmp_path):
 
 @pytest.mark.slow
 def test_point_gather_learns_within_the_limit(tmp_path):
-    _, _, rows = train(tmp_path, env_id="PointGather", total_timesteps=400_000)
+    _, _, rows = train(tmp_path, env_id="PointGather", total_timesteps=500_000)
     assert mean(rows, "charts/avg_reward") >= 10 * mean(rows[:1], "charts/avg_reward")
     assert mean(rows, "charts/avg_cost") <= 1.25 * 0.01
