@@ -11,17 +11,6 @@ import acpo_continuous as acpo
 import envs
 from envs.lqr import ConstrainedLQR
 
-TWO_LIMITS = (0.2, 0.44)  # both constraints are active at the optimum
-
-gym.register(
-    "TwoCostLQR",
-    entry_point=lambda **kwargs: (
-        gym.make(
-            "ConstrainedLQR", limit=TWO_LIMITS[0], second_limit=TWO_LIMITS[1], **kwargs
-        ).unwrapped
-    ),
-)
-
 
 def train(tmp_path, **flags):
     """Run the script's main; returns (args, agent, rows of progress.csv)."""
