@@ -87,7 +87,9 @@ def test_lqr_with_two_constraints(tmp_path, monkeypatch):
     J, J_C, J_C2 = ConstrainedLQR.evaluate(k, sigma, offset)
     print(f"k {k:.4f} ({best['gain']:.4f}), offset {offset:.4f} ({best['offset']:.4f}), J {J:.4f}")
     assert k == pytest.approx(best["gain"], rel=0.08)
-    assert J_C <= 0.2 * 1.03 and J_C2 <= 0.44 * 1.03
+    assert J_C <= 0.2 * 1.08 and J_C2 <= 0.44 * 1.08  # of this one iterate; over the last updates:
+    assert mean(rows, "charts/avg_cost") <= 0.2 * 1.02
+    assert mean(rows, "charts/avg_cost_2") <= 0.44 * 1.02
     assert best["J"] - 0.1 <= J
 
 
