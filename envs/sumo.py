@@ -3,7 +3,7 @@
 libsumo holds one simulation a process. Here that is no limit: at most one environment's world is
 loaded, and the others sleep as saved states until they are used again. Nothing is lost by a swap:
 all chance (speed factors, lanes) comes from the environment's own generator, and what SUMO cannot
-save exactly is replayed. A swap takes some 20 ms, so environments that take turns at every step
+save exactly is replayed. A swap takes 20 to 40 ms, so environments that take turns at every step
 belong into worker processes (`make_workers`).
 """
 
