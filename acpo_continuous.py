@@ -535,9 +535,7 @@ def main(args: Args) -> str:
             x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, args.delta, args.recovery_t)
         else:
             weights = np.array([1.0, *-mu]) / lam
-            length = np.sqrt(
-                0.5 * weights @ gram @ weights / args.delta
-            )  # 1 if literal and boundary
+            length = np.sqrt(0.5 * weights @ gram @ weights / args.delta)  # 1 if literal
             x = to_device(weights / max(length, 1.0)) @ Hinv  # [ACPO eq.14]
         with torch.no_grad():
             theta_k = (*agent.policy(b_obs), agent.log_prob(b_obs, b_actions))
