@@ -19,25 +19,18 @@ Differs from cpo_continuous.py in the criterion (lines marked "ACPO:"): averages
 discounted sums, and recovery has a second term. Page: docs/acpo_continuous.md.
 """
 
-import csv
-import importlib.metadata
 import itertools
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 import envs
 
@@ -78,40 +71,6 @@ class Args:
     device: str = "cpu"  # torch device of the networks
 
 
-def refuse(flag: str, value, why) -> NoReturn:
-    """One line that names the flag, its value and what is wrong; exit code 2."""
-    print(f"error: --{flag.replace('_', '-')} {value}: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-def check(args: Args, num_envs: int, m: int, limit: np.ndarray) -> None:
-    """Refuse what cannot work, before anything is written. m: costs that the environment gives."""
-    limit_ok = len(limit) == m and np.isfinite(limit).all() and (limit >= 0).all()
-    batch_ok = num_envs >= 1 and args.batch_size % num_envs == 0 and args.batch_size >= 2 * num_envs
-    rules = {
-        "num_envs": (args.num_envs >= 0, ">= 0"),
-        "batch_size": (batch_ok, f"a multiple, 2 or more, of the {num_envs} environments"),
-        "total_timesteps": (args.total_timesteps >= args.batch_size, "at least --batch-size"),
-        "cost_limit": (limit_ok, f"a number >= 0 for each of the {m} costs"),
-        "hidden_sizes": (min(args.hidden_sizes, default=1) >= 1, "all >= 1"),
-    }
-    for allowed, low, high, names in (
-        (">= 1", 1, 1e300, "fisher_samples cg_iterations critic_epochs critic_minibatch"),
-        (">= 1", 1, 1e300, "eval_episodes eval_steps"),
-        (">= 0", 0, 1e300, "seed cg_damping integral_gain backtrack_iterations"),
-        (">= 0", 0, 1e300, "eval_every save_every"),
-        ("> 0", 1e-300, 1e300, "delta critic_learning_rate"),
-        ("finite", -1e300, 1e300, "log_std_init log_std_min"),
-        ("in [0, 1]", 0, 1, "recovery_t"),
-        ("in [0, 1)", 0, 1 - 1e-12, "gae_lambda cost_gae_lambda"),
-        ("in (0, 1)", 1e-12, 1 - 1e-12, "backtrack_coef"),
-    ):
-        rules |= {name: (low <= getattr(args, name) <= high, allowed) for name in names.split()}
-    for name, (ok, allowed) in rules.items():
-        if not ok:
-            refuse(name, getattr(args, name), f"must be {allowed}")
-
-
 class Agent(nn.Module):
     """A Gaussian policy, a critic of the reward and a critic of the m costs; they share nothing.
 
@@ -123,55 +82,33 @@ class Agent(nn.Module):
         super().__init__()
         self.actor_mean = mlp(obs_size, hidden, act_size, gain=0.01).double()
         self.log_std = nn.Parameter(torch.full((act_size,), log_std, dtype=torch.float64))
-        self.critic_r = mlp(obs_size, hidden, 1, gain=1.0)
-        self.critic_c = mlp(obs_size, hidden, m, gain=1.0)
+        self.critics = nn.ModuleList(mlp(obs_size, hidden, k, gain=1.0) for k in (1, m))
         self.register_buffer("value_scale", torch.ones(1 + m))  # unit of the critics' outputs
+        self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("obs_mean", torch.zeros(obs_size, dtype=torch.float64))
-        self.register_buffer("obs_var", torch.ones(obs_size, dtype=torch.float64))
-        self.register_buffer("obs_count", torch.tensor(1e-4, dtype=torch.float64))
+        self.register_buffer("obs_square", torch.ones(obs_size, dtype=torch.float64))
 
     def normalize(self, obs: np.ndarray) -> torch.Tensor:
         obs = torch.as_tensor(obs, dtype=torch.float64, device=self.obs_mean.device)
-        return ((obs - self.obs_mean) / torch.sqrt(self.obs_var + 1e-8)).clamp(-10.0, 10.0)
+        variance = (self.obs_square - self.obs_mean**2).clamp(min=0.0)
+        return ((obs - self.obs_mean) / torch.sqrt(variance + 1e-8)).clamp(-10.0, 10.0)
+
+    def update_normalizer(self, obs: torch.Tensor) -> None:
+        """Merge raw observations (n, obs) into the running moments."""
+        self.obs_count += len(obs)
+        self.obs_mean.lerp_(obs.mean(0), len(obs) / self.obs_count)
+        self.obs_square.lerp_(obs.square().mean(0), len(obs) / self.obs_count)
 
     def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean (n, act) and standard deviation (act,) of the action."""
         return self.actor_mean(obs), self.log_std.exp()
 
-    def log_prob(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """(n,), summed over the dimensions of the action, up to a constant."""
-        mean, std = self.policy(obs)
-        return -(0.5 * ((actions - mean) / std) ** 2 + self.log_std).sum(-1)
-
     def policy_parameters(self) -> list[nn.Parameter]:
         return [*self.actor_mean.parameters(), self.log_std]
 
-    def scaled_values(self, obs: torch.Tensor) -> torch.Tensor:
-        """(n, 1 + m) values in units of value_scale; obs in float32."""
-        return torch.cat([self.critic_r(obs), self.critic_c(obs)], 1)
-
-    @torch.no_grad()
     def values(self, obs: torch.Tensor) -> torch.Tensor:
-        """(n, 1 + m): V of the reward and V_C of the costs, in raw units."""
-        return (self.scaled_values(obs.float()) * self.value_scale).double()
-
-    @torch.no_grad()
-    def rescale_values(self, spread: torch.Tensor) -> None:
-        """Change the unit of the critics' outputs, not the values that they give."""
-        ratio, self.value_scale = self.value_scale / spread, spread
-        for critic, part in ((self.critic_r, ratio[:1]), (self.critic_c, ratio[1:])):
-            critic[-1].weight *= part[:, None]
-            critic[-1].bias *= part
-
-    @torch.no_grad()
-    def update_normalizer(self, obs: torch.Tensor) -> None:
-        """Merge mean and variance of raw observations (n, obs) into the running ones."""
-        count, mean, var = len(obs), obs.mean(0), obs.var(0, unbiased=False)
-        total, shift = self.obs_count + count, mean - self.obs_mean
-        spread = self.obs_var * self.obs_count + var * count
-        self.obs_var.copy_((spread + shift**2 * self.obs_count * count / total) / total)
-        self.obs_mean += shift * count / total
-        self.obs_count.copy_(total)
+        """(n, 1 + m): V of the reward and V_C of the costs, in raw units; obs in float32."""
+        return torch.cat([critic(obs) for critic in self.critics], 1) * self.value_scale
 
 
 def mlp(inputs: int, hidden: tuple[int, ...], outputs: int, gain: float) -> nn.Sequential:
@@ -201,18 +138,14 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def symmetric(matrix: torch.Tensor) -> np.ndarray:
-    """CG leaves B'H^-1 B symmetric only up to its residual."""
-    return ((matrix + matrix.T) / 2.0).cpu().numpy()
-
-
 def surrogate_gradients(agent: Agent, obs, actions, advantages) -> torch.Tensor:
     """(k, parameters): the gradient of mean[ratio A] at ratio 1 for each column of advantages."""
     parameters = agent.policy_parameters()
-    losses = (agent.log_prob(obs, actions)[:, None] * advantages).mean(0)
-    return torch.stack(
-        [flat(torch.autograd.grad(x, parameters, retain_graph=True)) for x in losses]
-    )
+    mean, std = agent.policy(obs)
+    log_prob = -(0.5 * ((actions - mean) / std) ** 2 + agent.log_std).sum(-1)
+    losses = log_prob @ advantages / len(obs)
+    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    return torch.stack([flat(row) for row in rows])
 
 
 def fisher_vector_product(agent: Agent, obs: torch.Tensor, damping: float) -> Callable:
@@ -288,13 +221,6 @@ def solve_dual(q: float, r: np.ndarray, S: np.ndarray, c: np.ndarray, delta: flo
     return float("nan"), np.zeros(m), "recovery"
 
 
-def cross_fit(gram: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """gram - noise, made positive definite in units of gram's diagonal."""
-    unit = np.sqrt(np.diag(gram)) + 1e-300
-    values, vectors = np.linalg.eigh((gram - noise) / np.outer(unit, unit))
-    return (vectors * np.maximum(values, 1e-6)) @ vectors.T * np.outer(unit, unit)
-
-
 def recovery_step(Hinv_g, Hinv_A, gram: np.ndarray, c: np.ndarray, delta: float, t: float):
     """-sqrt(2 delta) [t w / |w| + (1-t) v / |v|] with |.| the H-norm, so KL <= delta. [ACPO eq.16]
 
@@ -312,12 +238,20 @@ def recovery_step(Hinv_g, Hinv_A, gram: np.ndarray, c: np.ndarray, delta: float,
     return -np.sqrt(2.0 * delta) * (t * w + (1.0 - t) * Hinv_g / max(np.sqrt(q), 1e-300))
 
 
+def cross_fit(gram: np.ndarray, in_sample: np.ndarray) -> np.ndarray:
+    """gram made symmetric and positive definite, in units of the diagonal of in_sample."""
+    unit = np.sqrt(np.outer(np.diag(in_sample), np.diag(in_sample))) + 1e-300
+    values, vectors = np.linalg.eigh((gram + gram.T) / (2.0 * unit))
+    return (vectors * np.maximum(values, 1e-6)) @ vectors.T * unit
+
+
 @torch.no_grad()
-def surrogates(agent: Agent, obs, actions, advantages, mean_k, std_k, log_prob_k):
+def surrogates(agent: Agent, obs, actions, advantages, mean_k, std_k) -> tuple:
     """(L_r, L_c (m,), KL): mean[ratio A] and the mean KL(new || old) from theta_k. [ACPO eq.10]"""
     mean, std = agent.policy(obs)
-    ratio = torch.exp(agent.log_prob(obs, actions) - log_prob_k)
-    L = (ratio[:, None] * advantages).mean(0).cpu().numpy()
+    z, z_k = (actions - mean) / std, (actions - mean_k) / std_k
+    ratio = torch.exp((0.5 * (z_k**2 - z**2) + torch.log(std_k / std)).sum(-1))
+    L = (ratio @ advantages / len(ratio)).cpu().numpy()
     var = (std / std_k) ** 2
     kl = 0.5 * (var + ((mean - mean_k) / std_k) ** 2 - 1.0 - torch.log(var)).sum(-1).mean()
     return L[0], L[1:], kl.item()
@@ -345,186 +279,142 @@ def line_search(agent: Agent, x, surrogates: Callable, c: np.ndarray, delta, coe
 def evaluate(agent: Agent, env, episodes: int, steps: int, seed: int, deterministic: bool):
     """Average reward (episodes,) and costs (episodes, m) per step, from the start state."""
     generator = torch.Generator().manual_seed(seed)  # the training's random numbers stay untouched
-    rewards, costs = [], []
+    averages = []
     for first in range(0, episodes, env.num_envs):
         obs, _ = env.reset(seed=seed + first)
-        sum_r, sum_c = 0.0, 0.0
+        total = 0.0
         for _ in range(steps):
-            actions, std = agent.policy(agent.normalize(obs))
-            if not deterministic:
-                actions = actions + std * torch.randn(actions.shape, generator=generator).to(std)
-            obs, reward, _, _, infos = env.step(actions.cpu().numpy())
-            sum_r = sum_r + infos.get("raw_reward", reward)
-            sum_c = sum_c + infos["cost"].reshape(env.num_envs, -1)
-        rewards.append(sum_r / steps)
-        costs.append(sum_c / steps)
-    return np.concatenate(rewards)[:episodes], np.concatenate(costs)[:episodes]
+            mean, std = agent.policy(agent.normalize(obs))
+            noise = 0.0 if deterministic else torch.randn(mean.shape, generator=generator).to(std)
+            obs, rewards, _, _, infos = env.step((mean + std * noise).cpu().numpy())
+            rewards = infos.get("raw_reward", rewards)
+            total = total + np.column_stack([rewards, infos["cost"].reshape(env.num_envs, -1)])
+        averages.append(total / steps)
+    averages = np.concatenate(averages)[:episodes]
+    return averages[:, 0], averages[:, 1:]
 
 
-def save_checkpoint(path: str, state: dict) -> None:
-    """Written beside the old one, then renamed: at any moment one whole file is there."""
+def save_checkpoint(folder: str, state: dict) -> None:
+    """Written beside the last one, which is kept as checkpoint.prev.pt, and then renamed."""
+    path = f"{folder}/checkpoint"
     with open(f"{path}.tmp", "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+    if os.path.exists(f"{path}.pt"):
+        os.replace(f"{path}.pt", f"{path}.prev.pt")
+    os.replace(f"{path}.tmp", f"{path}.pt")
 
 
-def plot_curves(rows: list[dict], limit: float, path: str) -> None:
-    """Average reward and average cost per step against environment steps, with the limit."""
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(10, 4), layout="constrained")
-    for axis, name in zip(figure.subplots(1, 2), ("reward", "cost"), strict=True):
-        for group, label in (("charts", "training"), ("eval", "evaluation, mean action")):
-            points = [(row["global_step"], row[f"{group}/avg_{name}"]) for row in rows]
-            points = np.array([(float(x), float(y)) for x, y in points if y]).reshape(-1, 2)
-            axis.plot(points[:, 0], points[:, 1], label=label)
-        axis.set(xlabel="environment steps", ylabel=f"average {name} per step")
-    axis.axhline(limit, color="black", linestyle="--", label="limit")
-    axis.legend()
-    figure.savefig(path)
-    plt.close(figure)
+def load_checkpoint(folder: str) -> dict | None:
+    """What to go on from; None where the run was stopped before its first checkpoint."""
+    paths = (f"{folder}/checkpoint.pt", f"{folder}/checkpoint.prev.pt")
+    for path in filter(os.path.exists, paths):
+        try:
+            state = torch.load(path, weights_only=True)  # never executes code
+            return state if state["args"] else None
+        except Exception as error:
+            why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
+            envs.refuse("resume", path, why)
+    return None
 
 
-def main(args: Args) -> str:
-    """Train; returns the folder of the run."""
+def main(args: Args, stop: list[int] | tuple = ()) -> str:
+    """Train; returns the folder of the run. A signal number in stop ends it after an iteration."""
+    env, eval_env, limit = envs.make_pair(args)
     torch.set_num_threads(1)  # the matrices are small, and the physics uses the other cores
-    try:
-        probe = envs.make_vec(args.env_id, 1)
-        probe.reset(seed=0)
-        m = probe.step(np.zeros((1, *probe.single_action_space.shape)))[-1]["cost"].size
-    except ValueError as error:
-        refuse("env_id", args.env_id, error)
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        refuse("device", args.device, str(error).splitlines()[0])
-    num_envs = args.num_envs or probe.recommended_num_envs
-    own = () if probe.cost_limit is None else np.ravel(probe.cost_limit)
-    limit = np.array(args.cost_limit or own, np.float64)
-    eval_rows = args.eval_episodes if probe.recommended_num_envs > 1 else 1
-    probe.close()
-    check(args, num_envs, m, limit)
-    num_steps = args.batch_size // num_envs
-    iterations = args.total_timesteps // args.batch_size
-    seed = args.seed * 1_000_000  # row i of an env has seed + i: no two runs share random numbers
-    env = envs.make_vec(args.env_id, num_envs, seed=seed, stagger=True)
-    eval_env = envs.make_vec(args.env_id, eval_rows)
-    obs_size, act_size = env.single_observation_space.shape[0], env.single_action_space.shape[0]
     torch.manual_seed(args.seed)
+    m, num_envs, num_steps = len(limit), env.num_envs, args.batch_size // env.num_envs
+    obs_size, act_size = env.single_observation_space.shape[0], env.single_action_space.shape[0]
     agent = Agent(obs_size, act_size, m, args.hidden_sizes, args.log_std_init).to(args.device)
-    critics = [*agent.critic_r.parameters(), *agent.critic_c.parameters()]
-    optimizer = torch.optim.Adam(critics, lr=args.critic_learning_rate, fused=True)
+    optimizer = torch.optim.Adam(agent.critics.parameters(), args.critic_learning_rate, fused=True)
+    to_device = partial(torch.as_tensor, dtype=torch.float64, device=args.device)
 
-    script = os.path.splitext(os.path.basename(__file__))[0]
-    name = f"{args.env_id.split(':')[-1]}__{script}__{args.seed}__{int(time.time())}"
-    run_dir = args.resume or os.path.join(args.run_dir, name)
-    progress = f"{run_dir}/progress.csv"
+    # A new run, or one that goes on where its last checkpoint was written
+    log = envs.Log(args, __file__)
     state = {"iteration": 0, "seconds": 0.0, "cumulative_cost": 0.0, "integral": [0.0] * m}
     state |= {"L_c": np.nan, "rho_c": np.nan, "env": None}
-    if args.resume:
-        state = torch.load(f"{run_dir}/checkpoint.pt", weights_only=True)
+    saved = load_checkpoint(log.folder) if args.resume else None
+    if saved:
+        state = saved
+        log.same_flags(state["args"])
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        with open(progress) as file:
-            lines = file.readlines()[: state["iteration"] + 1]  # what came later is done again
-        with open(f"{progress}.tmp", "w") as file:
-            file.writelines(lines)
-        os.replace(f"{progress}.tmp", progress)
-    else:
-        os.makedirs(run_dir)
-        packages = ("torch", "numpy", "gymnasium", "mujoco", "libsumo")
-        here = os.path.dirname(os.path.abspath(__file__))
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
-        record = {"args": asdict(args), "commit": git.stdout.strip()}
-        record["versions"] = {name: importlib.metadata.version(name) for name in packages}
-        with open(f"{run_dir}/args.json", "w") as file:
-            json.dump(record, file, indent=2)
     if state["env"] is not None:
         envs.restore(env, state["env"])
         obs = state["obs"].numpy()
     else:
         obs, _ = env.reset()
-        if args.resume:
+        if saved:
             print(f"{args.env_id} has no get_state: the run goes on with new episodes")
-    if args.track:
-        import wandb
-
-        wandb.init(project="acpo", name=name, config=asdict(args), sync_tensorboard=True)
-    step = state["iteration"] * args.batch_size
-    writer = SummaryWriter(run_dir, purge_step=step + 1 if args.resume else None)
-    bar = tqdm(total=iterations * args.batch_size, initial=step, unit="step", dynamic_ncols=True)
-    seconds = state["seconds"]
-    started = time.perf_counter() - seconds
+    log.begin(state["iteration"], state["seconds"])
 
     # Storage of one batch, filled in place
-    raw_obs = np.zeros((num_steps, num_envs, obs_size), np.float32)
-    raw_next_obs = np.zeros_like(raw_obs)
-    actions = np.zeros((num_steps, num_envs, act_size))
+    raw_obs, raw_next_obs = np.zeros((2, num_steps, num_envs, obs_size), np.float32)
+    actions, means = np.zeros((2, num_steps, num_envs, act_size))
     signals = np.zeros((num_steps, num_envs, 1 + m))  # reward, costs
     raw_rewards, dones = np.zeros((2, num_steps, num_envs))
-    halves = np.ones((num_steps, num_envs))  # +1 and -1: two independent halves of the batch
-    halves[:, num_envs // 2 :] = -1.0
-    halves[: num_steps // 2] *= -1.0 if num_envs == 1 else 1.0
-    device = agent.log_std.device
-    to_device = partial(torch.as_tensor, dtype=torch.float64, device=device)
-    b_halves = to_device(halves.reshape(-1, 1))
+    # Two independent halves of a batch: of the environments, or of the time if there is but one
+    halves = torch.arange(args.batch_size).view(num_steps, num_envs).T.flatten().chunk(2)
     lambdas = to_device([args.gae_lambda] + [args.cost_gae_lambda] * m)
 
+    iterations = args.total_timesteps // args.batch_size
     for iteration in range(state["iteration"] + 1, iterations + 1):
         # Rollout: one forward pass per vector step; the observation statistics stand still.
         clock = time.perf_counter()
-        noise = torch.randn(num_steps, num_envs, act_size, dtype=torch.float64).to(device)
+        noise = torch.randn(num_steps, num_envs, act_size, dtype=torch.float64).to(args.device)
         for t in range(num_steps):
             raw_obs[t] = obs
             with torch.no_grad():
-                mean, std = agent.policy(agent.normalize(obs))
-            actions[t] = (mean + std * noise[t]).cpu().numpy()  # clipped by the env, not here
-            obs, rewards, terminated, truncated, infos = env.step(actions[t])
+                mean, std_k = agent.policy(agent.normalize(obs))
+            means[t], actions[t] = mean.cpu(), (mean + std_k * noise[t]).cpu()
+            obs, rewards, terminated, truncated, infos = env.step(actions[t])  # clips by itself
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
             raw_rewards[t] = infos.get("raw_reward", rewards)  # without potential shaping
             # ACPO: V is not 0 at an end: a termination is a transition to the reset state. A
             # truncation cuts the sum of eq.22 and bootstraps from where the chain would have gone.
             raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             dones[t] = truncated
+        if not (np.isfinite(raw_next_obs).all() and np.isfinite(signals).all()):
+            sys.exit(f"error: {args.env_id} gave a number that is not finite; see {log.folder}")
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
         clock = time.perf_counter()
         b_obs = agent.normalize(raw_obs.reshape(-1, obs_size))
-        b_values = agent.values(b_obs)
-        b_next_values = agent.values(agent.normalize(raw_next_obs.reshape(-1, obs_size)))
+        b_next_obs = agent.normalize(raw_next_obs.reshape(-1, obs_size))
+        with torch.no_grad():
+            b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
-        rho = to_device(signals).mean((0, 1))  # ACPO: J and J_C are the means of the whole batch
-        rho_gamma_lambda = rho, 1.0, lambdas  # ACPO: no discount
-        advantages = compute_gae(
-            to_device(signals), values, next_values, to_device(dones)[..., None], *rho_gamma_lambda
-        ).flatten(0, 1)
+        rho = to_device(signals).mean((0, 1))
+        criterion = rho, 1.0, lambdas  # ACPO: subtract the averages of the batch, do not discount
+        chain = to_device(signals), values, next_values, to_device(dones)[..., None]
+        advantages = compute_gae(*chain, *criterion).flatten(0, 1)
         targets = advantages + b_values
         targets -= targets.mean(0)  # ACPO: V is defined up to a constant; do not let it drift
+        explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
-        c = rho[1:].cpu().numpy() - limit
+        rho_c = rho[1:].cpu().numpy()
+        c = rho_c - limit
 
         # Policy
-        b_actions = to_device(actions.reshape(-1, act_size))
+        b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
         b_fisher = b_obs[:: max(1, args.batch_size // args.fisher_samples)]
         fvp = fisher_vector_product(agent, b_fisher, args.cg_damping)
-        solve = partial(conjugate_gradient, fvp, iterations=args.cg_iterations)
-        gradients = surrogate_gradients(agent, b_obs, b_actions, advantages)  # g, a_1, .., a_m
-        Hinv = torch.stack([solve(b) for b in gradients])
-        gram = symmetric(gradients @ Hinv.T)
-        estimate = gram
+        gradients, Hinvs = [], []  # of each half: rows g, a_1, .., a_m
+        for i in halves:
+            gradients.append(surrogate_gradients(agent, b_obs[i], b_actions[i], advantages[i]))
+            Hinvs.append([conjugate_gradient(fvp, b, args.cg_iterations) for b in gradients[-1]])
+        gradients, Hinvs = torch.stack(gradients), torch.stack([torch.stack(x) for x in Hinvs])
+        Hinv = Hinvs.mean(0)
+        gram = (gradients.mean(0) @ Hinv.T).cpu().numpy()
+        gram = estimate = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
         if args.dual == "crossfit":
             # DEVIATION: in sample, q, r and S contain the gradients' noise squared, and the step
-            # meets the constraint by fitting noise. With g_1, a_1 and g_2, a_2 from two halves of
-            # the batch g_1'H^-1 a_2 does not: it is g'H^-1 a - d_g'H^-1 d_a, d the half difference.
-            spread = surrogate_gradients(agent, b_obs, b_actions, advantages * b_halves)
-            estimate = cross_fit(
-                gram, symmetric(spread @ torch.stack([solve(d) for d in spread]).T)
-            )
+            # meets the constraint by fitting noise. One factor from each half: none is squared.
+            estimate = cross_fit((gradients[0] @ Hinvs[1].T).cpu().numpy(), gram)
         q, r, S = estimate[0, 0], estimate[1:, 0], estimate[1:, 1:]
         # DEVIATION: what violation the update leaves is integrated into a tighter limit.
         integral = np.clip(np.array(state["integral"]) + args.integral_gain * c, 0.0, limit)
@@ -537,21 +427,17 @@ def main(args: Args) -> str:
             weights = np.array([1.0, *-mu]) / lam
             length = np.sqrt(0.5 * weights @ gram @ weights / args.delta)  # 1 if literal
             x = to_device(weights / max(length, 1.0)) @ Hinv  # [ACPO eq.14]
-        with torch.no_grad():
-            theta_k = (*agent.policy(b_obs), agent.log_prob(b_obs, b_actions))
-        promise = partial(surrogates, agent, b_obs, b_actions, advantages, *theta_k)
+        promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
         search = args.delta, args.backtrack_coef, args.backtrack_iterations
         accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, c, *search)
         agent.log_std.data.clamp_(min=args.log_std_min)
 
         # Critics
-        explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
-        spread = targets.std(0).float().clamp(min=1e-6)
-        agent.rescale_values(torch.lerp(agent.value_scale, spread, 0.1 if iteration > 1 else 1.0))
-        f_obs, f_targets = b_obs.float(), (targets / agent.value_scale).float()
+        agent.value_scale.lerp_(targets.std(0).float() + 1e-6, 1.0 / iteration)
+        f_obs, f_targets = b_obs.float(), targets.float()
         for _ in range(args.critic_epochs):
             for mb_inds in torch.randperm(args.batch_size).split(args.critic_minibatch):
-                errors = agent.scaled_values(f_obs[mb_inds]) - f_targets[mb_inds]
+                errors = (agent.values(f_obs[mb_inds]) - f_targets[mb_inds]) / agent.value_scale
                 losses = errors.square().mean(0)
                 optimizer.zero_grad()
                 losses.sum().backward()
@@ -563,92 +449,60 @@ def main(args: Args) -> str:
         clock = time.perf_counter()
         row = {}
         for kind, deterministic in (("eval/avg", True), ("eval/stochastic_avg", False)):
-            numbers = ["", "", "", ""]
+            e_r, e_c = np.full((2, 1, 1), np.nan)
             if args.eval_every and (iteration % args.eval_every == 0 or iteration == iterations):
-                sizes = args.eval_episodes, args.eval_steps, seed + 500_000
+                sizes = args.eval_episodes, args.eval_steps, args.seed * 1_000_000 + 500_000
                 e_r, e_c = evaluate(agent, eval_env, *sizes, deterministic)
-                numbers = [e_r.mean(), e_c[:, 0].mean(), e_r.std(), e_c[:, 0].std()]
-            names = ("_reward", "_cost", "_reward_std", "_cost_std")
-            row |= {kind + name: number for name, number in zip(names, numbers, strict=True)}
+            row |= {f"{kind}_reward": e_r.mean(), f"{kind}_reward_std": e_r.std()}
+            row |= {f"{kind}_cost": e_c[:, 0].mean(), f"{kind}_cost_std": e_c[:, 0].std()}
         eval_time = time.perf_counter() - clock
 
-        # Log
-        step, seconds = iteration * args.batch_size, time.perf_counter() - started
-        rho_c, total_cost = rho[1].item(), state["cumulative_cost"] + signals[..., 1].sum().item()
+        # Log; with several constraints the tags show the first
+        step = iteration * args.batch_size
+        total_cost = state["cumulative_cost"] + signals[..., 1].sum().item()
         # fmt: off
         row |= {
-            "charts/avg_reward": raw_rewards.mean(), "charts/avg_cost": rho_c,
+            "charts/avg_reward": raw_rewards.mean(), "charts/avg_cost": rho_c[0],
             "charts/cost_limit": limit[0], "charts/cumulative_cost": total_cost,
-            "charts/SPS": step / seconds,
-            "losses/surrogate_r": L_r, "losses/surrogate_c": L_c[0],
+            "losses/surrogate_r": L_r, "losses/surrogate_c": L_c[0], "losses/kl": kl,
             "losses/value_r": losses[0].item(), "losses/value_c": losses[1].item(),
             "losses/explained_variance_r": explained[0].item(),
-            "losses/explained_variance_c": explained[1].item(), "losses/kl": kl,
+            "losses/explained_variance_c": explained[1].item(),
             "losses/entropy": (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item(),
             "dual/c": c[0], "dual/lam": lam, "dual/mu": mu[0], "dual/q": q, "dual/r": r[0],
             "dual/s": S[0, 0], "dual/integral": integral[0],
             "dual/case": ("trust_region", "boundary", "recovery").index(case),
             # of the update before this batch
-            "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c - state["rho_c"],
-            "linesearch/accepted": float(accepted), "linesearch/backtracks": backtracks,
+            "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c[0] - state["rho_c"],
+            "linesearch/accepted": accepted, "linesearch/backtracks": backtracks,
             "time/rollout": rollout_time, "time/update": update_time, "time/eval": eval_time,
-        }
+        } | {f"charts/avg_cost_{i + 1}": rho_c[i] for i in range(1, m)}
         # fmt: on
-        row |= {f"charts/avg_cost_{i}": rho[i].item() for i in range(2, m + 1)}
-        for tag, value in row.items():
-            if value != "":
-                writer.add_scalar(tag, value, step)
-        with open(progress, "a") as file:
-            header = ",".join(["global_step", *row]) + "\n"
-            file.write(
-                (header if iteration == 1 else "") + ",".join(map(str, [step, *row.values()]))
-            )
-            file.write("\n")
-        shown = f"reward {row['charts/avg_reward']:.4g}, cost {rho_c:.4g} (limit {limit[0]:g})"
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update(args.batch_size)
+        log.write(step, row)
 
         # Save
-        state = {"iteration": iteration, "seconds": seconds, "cumulative_cost": total_cost}
-        state |= {"L_c": float(L_c[0]), "rho_c": rho_c, "integral": integral.tolist()}
-        if iteration == iterations or (args.save_every and iteration % args.save_every == 0):
+        state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
+        state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "integral": integral.tolist()}
+        due = args.save_every and iteration % args.save_every == 0
+        if due or stop or iteration == iterations:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             parts |= {"random": torch.get_rng_state(), "args": asdict(args)}
             parts |= {"env": envs.snapshot(env), "obs": torch.as_tensor(obs)}
-            save_checkpoint(f"{run_dir}/checkpoint.pt", state | parts)
+            save_checkpoint(log.folder, state | parts)
+        if stop:
+            log.stopped(stop[0])
 
-    bar.close()
-    writer.close()
     env.close()
     eval_env.close()
     if args.capture_video:
         act = lambda obs: agent.policy(agent.normalize(obs))[0].detach().cpu().numpy()  # noqa: E731
-        envs.record_gif(args.env_id, act, f"{run_dir}/video.gif", seed=seed)
-    with open(progress) as file:
-        rows = list(csv.DictReader(file))
-    plot_curves(rows, limit[0], f"{run_dir}/curves.png")
-    last = rows[-max(1, len(rows) // 5) :]
-    reward, cost = (
-        np.mean([float(x[f"charts/avg_{k}"]) for x in last]) for k in ("reward", "cost")
-    )
-    print(f"{args.env_id}: {step:,} steps in {seconds:.0f} s ({step / seconds:,.0f} steps/s)")
-    print(f"last 20 %: reward {reward:.4g} and cost {cost:.4g} per step (limit {limit[0]:g})")
-    print(f"learning curves: {run_dir}/curves.png")
-    return run_dir
-
-
-def parse() -> Args:
-    """The command line; with --resume, the flags of that run are the defaults."""
-    args = tyro.cli(Args)
-    if args.resume:
-        if not os.path.exists(f"{args.resume}/checkpoint.pt"):
-            refuse("resume", args.resume, "there is no checkpoint.pt in that folder")
-        with open(f"{args.resume}/args.json") as file:
-            stored = json.load(file)["args"] | {"resume": args.resume}
-        stored = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        args = tyro.cli(Args, default=Args(**stored))
-    return args
+        envs.record_gif(args.env_id, act, f"{log.folder}/video.gif", seed=args.seed)
+    log.summary()
+    return log.folder
 
 
 if __name__ == "__main__":
-    main(parse())
+    try:
+        main(envs.parse(Args), envs.stop_signals())
+    except OSError as error:  # a full disk, a simulator that died: no traceback needed
+        sys.exit(f"error: {error}")

@@ -17,6 +17,7 @@ from envs.circle import AntCircle, PointCircle
 from envs.gather import AntGather, PointGather
 from envs.lqr import ConstrainedLQR
 from envs.render import record_gif
+from envs.runs import Log, make_pair, parse, refuse, stop_signals
 
 BATCHED = {
     task.__name__: task for task in (PointCircle, PointGather, AntCircle, AntGather, ConstrainedLQR)
@@ -30,16 +31,18 @@ for _id, _entry in SUMO.items():
     gym.register(_id, entry_point=_entry)
 
 
-def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> VectorEnv:
+def make_vec(env_id: str, num_envs: int = 0, seed: int | None = None, **kwargs) -> VectorEnv:
     """n copies of an environment under one rule, ours or any Gymnasium id (`package.module:Id`).
 
     Autoreset is SAME_STEP; `infos["cost"]` (float64) and `infos["final_obs"]` cover every row on
-    every step. Row i is seeded with seed + i. `stagger=True` spreads the episode clocks of our
+    every step. Row i is seeded with seed + i. `num_envs=0` takes `recommended_num_envs`;
+    `num_costs` is the number of costs per step. `stagger=True` spreads the episode clocks of our
     batched tasks; others ignore it. Further arguments go to the environment.
     """
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be >= 1, got {num_envs}")
+    if num_envs < 0:
+        raise ValueError(f"num_envs must be >= 0, got {num_envs}")
     if env_id in BATCHED:
+        num_envs = num_envs or BatchEnv.recommended_num_envs
         return BATCHED[env_id](num_envs=num_envs, seed=seed, **kwargs)
     kwargs.pop("stagger", None)
     if env_id in SUMO and num_envs > 1:
@@ -47,7 +50,12 @@ def make_vec(env_id: str, num_envs: int, seed: int | None = None, **kwargs) -> V
 
         return make_workers(env_id, num_envs, seed, **kwargs)
     try:
-        return Adapter([partial(gym.make, env_id, **kwargs)] * num_envs, env_id, seed)
+        make = partial(gym.make, env_id, **kwargs)
+        if num_envs == 0:
+            single = make()
+            num_envs = getattr(single.unwrapped, "recommended_num_envs", 1)
+            single.close()
+        return Adapter([make] * num_envs, env_id, seed)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
         known = dict.fromkeys([*IDS, *gym.registry])
         near = difflib.get_close_matches(env_id.split(":")[-1], known, n=3)
@@ -82,10 +90,15 @@ __all__ = [
     "IDS",
     "Adapter",
     "BatchEnv",
+    "Log",
     "SingleEnv",
+    "make_pair",
     "make_vec",
+    "parse",
     "record_gif",
+    "refuse",
     "restore",
     "snapshot",
+    "stop_signals",
     *BATCHED,
 ]

@@ -35,6 +35,7 @@ class Adapter(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.low, self.high = act.low.astype(np.float64), act.high.astype(np.float64)
+        self.num_costs = np.size(self.cost_limit) if self.cost_limit is not None else self._probe()
 
     def _check_spaces(self, env: gym.Env) -> bool:
         obs, act = env.observation_space, env.action_space
@@ -44,6 +45,11 @@ class Adapter(VectorEnv):
                     f"{self.name} has the {what} space {space}; these scripts need a flat Box"
                 )
         return bool(np.isfinite(act.low).all() and np.isfinite(act.high).all())
+
+    def _probe(self) -> int:
+        """How many costs a step gives: from one step, as the environment does not say."""
+        self.reset(seed=0)
+        return self.step(np.zeros(self.action_space.shape))[-1]["cost"][0].size
 
     def _env_action(self, action: np.ndarray) -> np.ndarray:
         if self.bounded:

@@ -99,6 +99,10 @@ class BatchEnv(VectorEnv):
         self.clock = np.zeros(num_envs, np.int64)
         self.all_rows = np.arange(num_envs)
 
+    @property
+    def num_costs(self) -> int:
+        return np.size(self.cost_limit)
+
     def reset(self, *, seed=None, options: dict[str, Any] | None = None):
         """Start an episode in every row. `seed`: an int (row i gets seed + i) or one per row."""
         if seed is None:

@@ -309,6 +309,7 @@ class SumoVectorEnv(AsyncVectorEnv):
     def __init__(self, env_class: type[SumoEnv], num_envs: int, seed: int | None, **kwargs) -> None:
         self.cost_limit = env_class.cost_limit
         self.recommended_num_envs = env_class.recommended_num_envs
+        self.num_costs = 1
         self._first_seed = seed
         super().__init__(
             [functools.partial(env_class, **kwargs)] * num_envs,
@@ -327,7 +328,7 @@ class SumoVectorEnv(AsyncVectorEnv):
             dead = {i: p.exitcode for i, p in enumerate(self.processes) if p.exitcode is not None}
             self.close()
             text = ", ".join(f"worker {i} (exit code {code})" for i, code in dead.items())
-            raise RuntimeError(f"a SUMO worker process died: {text}") from None
+            raise ChildProcessError(f"a SUMO worker process died: {text}") from None
 
     def reset(self, *, seed=None, options=None):
         if seed is None:

@@ -346,7 +346,7 @@ def test_conjugate_gradient_stops_at_negative_curvature():
 def test_surrogate_gradients_are_those_of_the_surrogates(agent):
     obs, actions = torch.randn(30, 3).double(), torch.randn(30, 2).double()
     advantages = torch.randn(30, 3).double()
-    theta_k = (*(x.detach() for x in agent.policy(obs)), agent.log_prob(obs, actions).detach())
+    theta_k = tuple(x.detach() for x in agent.policy(obs))
     gradients = surrogate_gradients(agent, obs, actions, advantages)
     parameters = agent.policy_parameters()
     start = flat(parameters).detach().clone()
@@ -363,12 +363,12 @@ def test_surrogate_gradients_are_those_of_the_surrogates(agent):
 def test_surrogates_start_at_ratio_one_and_kl_zero(agent):
     obs, actions = torch.randn(30, 3).double(), torch.randn(30, 2).double()
     advantages = torch.randn(30, 2).double()
-    theta_k = (*(x.detach() for x in agent.policy(obs)), agent.log_prob(obs, actions).detach())
+    theta_k = tuple(x.detach() for x in agent.policy(obs))
     L_r, L_c, kl = surrogates(agent, obs, actions, advantages, *theta_k)
     np.testing.assert_allclose([L_r, *L_c], advantages.mean(0), rtol=1e-14)
     assert kl == 0.0
     # against torch's own KL(new || old)
-    old = torch.distributions.Normal(*theta_k[:2])
+    old = torch.distributions.Normal(*theta_k)
     with torch.no_grad():
         for p in agent.policy_parameters():
             p += 0.05 * torch.randn_like(p)
@@ -431,16 +431,14 @@ def test_cross_fit_is_unbiased_and_positive_definite():
     plain, crossed = np.zeros((2, 2)), np.zeros((2, 2))
     for _ in range(4000):
         halves = true + 2.0 * rng.normal(size=(2, 2, 50))  # two halves of a batch, H = I
-        mean, spread = halves.mean(0), (halves[0] - halves[1]) / 2
-        gram, noise = mean @ mean.T, spread @ spread.T
-        np.testing.assert_allclose(
-            gram - noise, (halves[0] @ halves[1].T + halves[1] @ halves[0].T) / 2
-        )
-        plain, crossed = plain + gram / 4000, crossed + (gram - noise) / 4000
-        assert np.linalg.eigvalsh(cross_fit(gram, noise))[0] > 0
+        gram, cross = halves.mean(0) @ halves.mean(0).T, halves[0] @ halves[1].T
+        plain, crossed = plain + gram / 4000, crossed + cross / 4000
+        assert np.linalg.eigvalsh(cross_fit(cross, gram))[0] > 0
     np.testing.assert_allclose(crossed, true @ true.T, atol=2.0)
     assert plain[1, 1] > (true @ true.T)[1, 1] + 90  # noise: 50 parameters x variance 2
-    np.testing.assert_allclose(cross_fit(gram, 0 * noise), gram)
+    np.testing.assert_allclose(cross_fit(gram, gram), gram)  # already positive definite: as it is
+    lopsided = np.array([[1.0, 0.3], [0.1, 2.0]])
+    np.testing.assert_allclose(cross_fit(lopsided, gram), [[1.0, 0.2], [0.2, 2.0]])
 
 
 def test_line_search_restores_bit_for_bit(agent):

@@ -558,7 +558,7 @@ for _ in range(3):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 1
     errors = run.stderr.strip().splitlines()
-    assert errors[-1] == "RuntimeError: a SUMO worker process died: worker 1 (exit code -9)"
+    assert errors[-1] == "ChildProcessError: a SUMO worker process died: worker 1 (exit code -9)"
     assert run.stderr.count("Traceback") == 1
     assert not any(alive(int(pid)) for pid in run.stdout.split())
 

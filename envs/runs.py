@@ -1,0 +1,228 @@
+"""A run from outside: its flags, its environments, its folder, its log. Nothing about learning."""
+
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+RANGES = {  # what a flag may be, in whichever script it is
+    (
+        1,
+        1e9,
+    ): "batch_size fisher_samples cg_iterations critic_epochs critic_minibatch policy_epochs "
+    "policy_minibatch eval_episodes eval_steps",
+    (0, 1e9): "seed num_envs eval_every save_every backtrack_iterations",
+    (0, 1e3): "cg_damping integral_gain multiplier_rate max_grad_norm",
+    (1e-12, 1): "delta critic_learning_rate policy_learning_rate clip_coef",
+    (-20, 2): "log_std_init log_std_min",
+    (0, 0.999): "gae_lambda cost_gae_lambda backtrack_coef",
+    (0, 0.99999): "gamma cost_gamma",
+    (0, 1): "recovery_t ell safety_eta",
+}
+FREE = {"resume", "total_timesteps", "eval_every", "eval_episodes", "eval_steps", "save_every"}
+FREE |= {"capture_video", "track", "run_dir", "device"}  # what a resumed run may change
+
+
+def refuse(flag: str, value, why) -> NoReturn:
+    """One line that names the flag, its value and what is wrong; exit code 2."""
+    print(f"error: --{flag.replace('_', '-')} {value}: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(Args: type) -> Any:
+    """The command line; with --resume, the flags of that run are the defaults."""
+    args = tyro.cli(Args)
+    if args.resume:
+        try:
+            with open(f"{args.resume}/args.json") as file:
+                record = json.load(file)
+            stored = {k: tuple(v) if isinstance(v, list) else v for k, v in record["args"].items()}
+            default = Args(**stored | {"resume": args.resume})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            text = getattr(error, "strerror", None) or error
+            refuse("resume", args.resume, f"has no args.json of this script ({text})")
+        script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+        if record.get("script") != script:
+            refuse("resume", args.resume, f"is a run of {record.get('script')}.py")
+        args = tyro.cli(Args, default=default)
+    return args
+
+
+def check(args) -> None:
+    """Refuse what cannot work, before anything is written."""
+    for (low, high), names in RANGES.items():
+        for name in names.split():
+            if not low <= getattr(args, name, low) <= high:  # NaN fails too
+                refuse(name, getattr(args, name), f"must be in [{low:g}, {high:g}]")
+    if args.total_timesteps < args.batch_size:
+        refuse(
+            "total_timesteps", args.total_timesteps, f"must be >= --batch-size {args.batch_size}"
+        )
+    if min(args.hidden_sizes, default=1) < 1:
+        refuse("hidden_sizes", args.hidden_sizes, "must all be >= 1")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        refuse("device", args.device, str(error).splitlines()[0])
+    if args.capture_video and args.env_id in ("Grid", "Bottleneck"):
+        refuse("capture_video", True, f"{args.env_id} has no pictures")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        refuse("track", True, "needs Weights & Biases: pip install wandb")
+
+
+def make_pair(args):
+    """(environments to train in, environments to evaluate in, limit (m,)) as the flags say."""
+    from envs import make_vec
+
+    check(args)
+    seed = args.seed * 1_000_000  # row i of an env has seed + i: no two runs share random numbers
+    try:
+        env = make_vec(args.env_id, args.num_envs, seed=seed, stagger=True)
+        rows = min(args.eval_episodes, env.recommended_num_envs)
+        eval_env = make_vec(args.env_id, rows, seed=seed + 500_000)
+    except ValueError as error:
+        refuse("env_id", args.env_id, str(error).splitlines()[0])
+    own = () if env.cost_limit is None else env.cost_limit
+    limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
+    if limit.size != m or not (np.isfinite(limit) & (limit >= 0.0)).all():
+        refuse("cost_limit", args.cost_limit, f"must be {m} finite number(s) >= 0, one per cost")
+    if args.batch_size % env.num_envs or args.batch_size < 2 * env.num_envs:
+        why = f"must be a multiple, 2 or more, of the {env.num_envs} environments"
+        refuse("batch_size", args.batch_size, why)
+    return env, eval_env, limit
+
+
+def stop_signals() -> list[int]:
+    """A list that Ctrl-C or SIGTERM puts its number into, in place of ending the process."""
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop.append(number))
+    return stop
+
+
+class Log:
+    """The folder of a run: args.json, progress.csv, TensorBoard, and the bar on the terminal."""
+
+    def __init__(self, args, script: str):
+        self.args, self.script = args, os.path.splitext(os.path.basename(script))[0]
+        name = f"{args.env_id.split(':')[-1]}__{self.script}__{args.seed}__{int(time.time())}"
+        self.folder = args.resume or os.path.join(args.run_dir, name)
+        self.progress = f"{self.folder}/progress.csv"
+        if args.resume:
+            return
+        record = {"script": self.script, "args": dataclasses.asdict(args), **versions()}
+        try:
+            os.makedirs(self.folder)
+            with open(f"{self.folder}/args.json", "w") as file:
+                json.dump(record, file, indent=2)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, error.strerror)
+
+    def same_flags(self, stored: dict) -> None:
+        """Refuse to go on with a checkpoint that was made with other flags."""
+        for name, value in stored.items():
+            if name not in FREE and value != getattr(self.args, name):
+                why = f"the checkpoint in {self.folder} was made with {value}"
+                refuse(name, getattr(self.args, name), why)
+
+    def begin(self, iteration: int, seconds: float) -> None:
+        """Drop what a stopped run logged after `iteration`, which will be done again; open."""
+        lines = []
+        if iteration:
+            with open(self.progress) as file:
+                lines = file.readlines()[: iteration + 1]
+        with open(f"{self.progress}.tmp", "w") as file:
+            file.writelines(lines)
+        os.replace(f"{self.progress}.tmp", self.progress)
+        if self.args.track:
+            import wandb
+
+            config = dataclasses.asdict(self.args)
+            name = os.path.basename(self.folder)
+            wandb.init(project="acpo", name=name, config=config, sync_tensorboard=True)
+        size = self.args.batch_size
+        total, step = self.args.total_timesteps // size * size, iteration * size
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if self.args.resume else None)
+        self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+        self.seconds, self.started = seconds, time.perf_counter() - seconds
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        """One row of tags. NaN, a number that does not exist, is not sent to TensorBoard."""
+        self.seconds = time.perf_counter() - self.started
+        row["charts/SPS"] = step / self.seconds
+        for tag, value in row.items():
+            if not math.isnan(value):
+                self.writer.add_scalar(tag, value, step)
+        with open(self.progress, "a") as file:
+            if file.tell() == 0:
+                print("global_step", *row, sep=",", file=file)
+            print(step, *(float(value) for value in row.values()), sep=",", file=file)
+        reward, cost, limit = (row[f"charts/{x}"] for x in ("avg_reward", "avg_cost", "cost_limit"))
+        shown = f"reward {reward:.4g}, cost {cost:.4g} (limit {limit:.4g})"
+        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.update(self.args.batch_size)
+
+    def stopped(self, number: int) -> NoReturn:
+        """End after a signal: how to go on, and the exit code that the shell expects."""
+        self.close()
+        print(f"stopped; go on with: python {self.script}.py --resume {self.folder}")
+        sys.exit(128 + number)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.writer.close()
+
+    def summary(self) -> None:
+        """Three lines and curves.png."""
+        self.close()
+        step, reward, cost, limit = draw_curves(self.folder)
+        sps = f"{step:,} steps in {self.seconds:.0f} s ({step / self.seconds:,.0f} steps/s)"
+        print(f"{self.args.env_id}: {sps}")
+        print(f"last 20 %: reward {reward:.4g} and cost {cost:.4g} per step (limit {limit:g})")
+        print(f"learning curves: {self.folder}/curves.png")
+
+
+def versions() -> dict:
+    """What a run was made with: the git commit of this code and the versions of its packages."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
+    packages = ("torch", "numpy", "gymnasium", "mujoco", "libsumo")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"commit": git.stdout.strip(), "versions": found}
+
+
+def draw_curves(folder: str) -> tuple[int, float, float, float]:
+    """curves.png from progress.csv; (steps, reward and cost of the last 20 %, limit)."""
+    import matplotlib.pyplot as plt
+
+    with open(f"{folder}/progress.csv") as file:
+        rows = [{tag: float(x) for tag, x in row.items()} for row in csv.DictReader(file)]
+    column = {tag: np.array([row[tag] for row in rows]) for tag in rows[0]}
+    limit = column["charts/cost_limit"][-1]
+    figure = plt.figure(figsize=(10, 4), layout="constrained")
+    for axis, name in zip(figure.subplots(1, 2), ("reward", "cost"), strict=True):
+        for group, label in (("charts", "training"), ("eval", "evaluation, mean action")):
+            y = column[f"{group}/avg_{name}"]
+            seen = np.isfinite(y)
+            axis.plot(column["global_step"][seen], y[seen], label=label)
+        axis.set(xlabel="environment steps", ylabel=f"average {name} per step")
+    axis.axhline(limit, color="black", linestyle="--", label="limit")
+    axis.legend()
+    figure.savefig(f"{folder}/curves.png")
+    plt.close(figure)
+    last = slice(-max(1, len(rows) // 5), None)
+    means = (column[f"charts/avg_{name}"][last].mean() for name in ("reward", "cost"))
+    return int(column["global_step"][-1]), *means, limit
