@@ -47,7 +47,7 @@ class Args:
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
     delta: float = 0.01  # KL trust-region radius (nats)
     recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
-    dual: Literal["crossfit", "literal", "violated"] = "crossfit"  # how q, r, S are estimated
+    hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept to the limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
@@ -238,13 +238,6 @@ def recovery_step(Hinv_g, Hinv_A, gram: np.ndarray, c: np.ndarray, delta: float,
     return -np.sqrt(2.0 * delta) * (t * w + (1.0 - t) * Hinv_g / max(np.sqrt(q), 1e-300))
 
 
-def cross_fit(gram: np.ndarray, in_sample: np.ndarray) -> np.ndarray:
-    """gram made symmetric and positive definite, in units of the diagonal of in_sample."""
-    unit = np.sqrt(np.outer(np.diag(in_sample), np.diag(in_sample))) + 1e-300
-    values, vectors = np.linalg.eigh((gram + gram.T) / (2.0 * unit))
-    return (vectors * np.maximum(values, 1e-6)) @ vectors.T * unit
-
-
 @torch.no_grad()
 def surrogates(agent: Agent, obs, actions, advantages, mean_k, std_k) -> tuple:
     """(L_r, L_c (m,), KL): mean[ratio A] and the mean KL(new || old) from theta_k. [ACPO eq.10]"""
@@ -355,8 +348,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     actions, means = np.zeros((2, num_steps, num_envs, act_size))
     signals = np.zeros((num_steps, num_envs, 1 + m))  # reward, costs
     raw_rewards, dones = np.zeros((2, num_steps, num_envs))
-    # Two independent halves of a batch: of the environments, or of the time if there is but one
-    halves = torch.arange(args.batch_size).view(num_steps, num_envs).T.flatten().chunk(2)
     lambdas = to_device([args.gae_lambda] + [args.cost_gae_lambda] * m)
 
     iterations = args.total_timesteps // args.batch_size
@@ -403,30 +394,22 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
         b_fisher = b_obs[:: max(1, args.batch_size // args.fisher_samples)]
         fvp = fisher_vector_product(agent, b_fisher, args.cg_damping)
-        gradients, Hinvs = [], []  # of each half: rows g, a_1, .., a_m
-        for i in halves:
-            gradients.append(surrogate_gradients(agent, b_obs[i], b_actions[i], advantages[i]))
-            Hinvs.append([conjugate_gradient(fvp, b, args.cg_iterations) for b in gradients[-1]])
-        gradients, Hinvs = torch.stack(gradients), torch.stack([torch.stack(x) for x in Hinvs])
-        Hinv = Hinvs.mean(0)
-        gram = (gradients.mean(0) @ Hinv.T).cpu().numpy()
-        gram = estimate = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
-        if args.dual == "crossfit":
-            # DEVIATION: in sample, q, r and S contain the gradients' noise squared, and the step
-            # meets the constraint by fitting noise. One factor from each half: none is squared.
-            estimate = cross_fit((gradients[0] @ Hinvs[1].T).cpu().numpy(), gram)
-        q, r, S = estimate[0, 0], estimate[1:, 0], estimate[1:, 1:]
-        # DEVIATION: what violation the update leaves is integrated into a tighter limit.
+        gradients = surrogate_gradients(agent, b_obs, b_actions, advantages)  # g, a_1, .., a_m
+        Hinv = torch.stack([conjugate_gradient(fvp, b, args.cg_iterations) for b in gradients])
+        gram = (gradients @ Hinv.T).cpu().numpy()
+        gram = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
+        q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
+        # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
+        # the linear model says. What violation that leaves is integrated into a tighter limit.
         integral = np.clip(np.array(state["integral"]) + args.integral_gain * c, 0.0, limit)
+        integral *= args.hold == "integral"
         lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
-        if args.dual == "violated" and (c > 0.0).any():
+        if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
             x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, args.delta, args.recovery_t)
         else:
-            weights = np.array([1.0, *-mu]) / lam
-            length = np.sqrt(0.5 * weights @ gram @ weights / args.delta)  # 1 if literal
-            x = to_device(weights / max(length, 1.0)) @ Hinv  # [ACPO eq.14]
+            x = to_device([1.0, *-mu]) @ Hinv / lam  # [ACPO eq.14]
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
         search = args.delta, args.backtrack_coef, args.backtrack_iterations
         accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, c, *search)

@@ -65,8 +65,9 @@ def check(args) -> None:
     """Refuse what cannot work, before anything is written."""
     for (low, high), names in RANGES.items():
         for name in names.split():
-            if not low <= getattr(args, name, low) <= high:  # NaN fails too
-                refuse(name, getattr(args, name), f"must be in [{low:g}, {high:g}]")
+            value = getattr(args, name, None)  # None: not set, or no flag of this script
+            if value is not None and not low <= value <= high:  # NaN fails too
+                refuse(name, value, f"must be in [{low:g}, {high:g}]")
     if args.total_timesteps < args.batch_size:
         refuse(
             "total_timesteps", args.total_timesteps, f"must be >= --batch-size {args.batch_size}"

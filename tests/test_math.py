@@ -11,7 +11,6 @@ from acpo_continuous import (
     Agent,
     compute_gae,
     conjugate_gradient,
-    cross_fit,
     fisher_vector_product,
     flat,
     line_search,
@@ -422,23 +421,6 @@ def test_gae_is_blind_to_a_constant_in_the_bias():
 
 
 # --- line search ---------------------------------------------------------------------------------
-
-
-def test_cross_fit_is_unbiased_and_positive_definite():
-    """With noisy gradients the cross-fitted gram estimates the true one, the plain one does not."""
-    rng = np.random.default_rng(4)
-    true = rng.normal(size=(2, 50))
-    plain, crossed = np.zeros((2, 2)), np.zeros((2, 2))
-    for _ in range(4000):
-        halves = true + 2.0 * rng.normal(size=(2, 2, 50))  # two halves of a batch, H = I
-        gram, cross = halves.mean(0) @ halves.mean(0).T, halves[0] @ halves[1].T
-        plain, crossed = plain + gram / 4000, crossed + cross / 4000
-        assert np.linalg.eigvalsh(cross_fit(cross, gram))[0] > 0
-    np.testing.assert_allclose(crossed, true @ true.T, atol=2.0)
-    assert plain[1, 1] > (true @ true.T)[1, 1] + 90  # noise: 50 parameters x variance 2
-    np.testing.assert_allclose(cross_fit(gram, gram), gram)  # already positive definite: as it is
-    lopsided = np.array([[1.0, 0.3], [0.1, 2.0]])
-    np.testing.assert_allclose(cross_fit(lopsided, gram), [[1.0, 0.2], [0.2, 2.0]])
 
 
 def test_line_search_restores_bit_for_bit(agent):
