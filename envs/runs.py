@@ -19,18 +19,16 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 RANGES = {  # what a flag may be, in whichever script it is
-    (
-        1,
-        1e9,
-    ): "batch_size fisher_samples cg_iterations critic_epochs critic_minibatch policy_epochs "
-    "policy_minibatch eval_episodes eval_steps",
-    (0, 1e9): "seed num_envs eval_every save_every backtrack_iterations",
-    (0, 1e3): "cg_damping integral_gain multiplier_rate max_grad_norm",
-    (1e-12, 1): "delta critic_learning_rate policy_learning_rate clip_coef",
-    (-20, 2): "log_std_init log_std_min",
-    (0, 0.999): "gae_lambda cost_gae_lambda backtrack_coef",
-    (0, 0.99999): "gamma cost_gamma",
-    (0, 1): "recovery_t ell safety_eta",
+    "batch_size fisher_samples cg_iterations critic_epochs critic_minibatch": (1, 1e9),
+    "policy_epochs policy_minibatch eval_episodes eval_steps": (1, 1e9),
+    "seed eval_every save_every backtrack_iterations": (0, 1e9),
+    "num_envs": (0, 65536),
+    "cg_damping integral_gain multiplier_rate max_grad_norm": (0, 1e3),
+    "delta critic_learning_rate policy_learning_rate clip_coef": (1e-12, 1),
+    "log_std_init log_std_min": (-20, 2),
+    "gae_lambda cost_gae_lambda backtrack_coef": (0, 0.999),
+    "gamma cost_gamma": (0, 0.99999),
+    "recovery_t ell safety_eta": (0, 1),
 }
 FREE = {"resume", "total_timesteps", "eval_every", "eval_episodes", "eval_steps", "save_every"}
 FREE |= {"capture_video", "track", "run_dir", "device"}  # what a resumed run may change
@@ -63,7 +61,7 @@ def parse(Args: type) -> Any:
 
 def check(args) -> None:
     """Refuse what cannot work, before anything is written."""
-    for (low, high), names in RANGES.items():
+    for names, (low, high) in RANGES.items():
         for name in names.split():
             value = getattr(args, name, None)  # None: not set, or no flag of this script
             if value is not None and not low <= value <= high:  # NaN fails too

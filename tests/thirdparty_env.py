@@ -49,3 +49,69 @@ class TwoCosts(gym.Env):
 
 gym.register("Fuse-v0", entry_point=Fuse)
 gym.register("TwoCosts-v0", entry_point=TwoCosts, max_episode_steps=25)
+
+
+class Broken(gym.Env):
+    """Like TwoCosts with one cost, but one number at the 20th step is `value`.
+
+    `part` is obs, reward, cost, reset (the observation that a reset returns: from the second on) or
+    start (that of the very first reset).
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    cost_limit = 0.1
+    clock = resets = 0
+
+    def __init__(self, part: str, value: float):
+        self.part, self.value = part, value
+
+    def _obs(self, part: str, bad: bool) -> np.ndarray:
+        return np.array([self.x, self.value if bad and self.part == part else 0.0])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = 0.0
+        self.resets += 1
+        return self._obs("reset" if self.resets > 1 else "start", True), {}
+
+    def step(self, action):
+        self.clock += 1
+        self.x = 0.5 * self.x + float(action[0]) + 0.1 * self.np_random.normal()
+        bad = self.clock == 20
+        reward = self.value if bad and self.part == "reward" else self.x
+        cost = self.value if bad and self.part == "cost" else float(action[0]) ** 2
+        return self._obs("obs", bad), reward, False, False, {"cost": cost}
+
+
+class Still(gym.Env):
+    """Nothing ever changes: one observation, no reward, no cost."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    cost_limit = 0.1
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([0.0, 1e6, -3.0]), {}
+
+    def step(self, action):
+        return np.array([0.0, 1e6, -3.0]), 0.0, False, False, {"cost": 0.0}
+
+
+class Free(TwoCosts):
+    """Never costs anything."""
+
+    cost_limit = 0.1
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"cost": 0.0}
+
+
+for part in ("obs", "reward", "cost", "reset", "start"):
+    for name, value in (("Nan", np.nan), ("Inf", np.inf), ("Huge", 1e300)):
+        gym.register(
+            f"{name}-{part}-v0", Broken, max_episode_steps=25, kwargs={"part": part, "value": value}
+        )
+gym.register("Still-v0", Still, max_episode_steps=25)
+gym.register("Free-v0", Free, max_episode_steps=25)
