@@ -362,7 +362,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             means[t], actions[t] = mean.cpu(), (mean + std_k * noise[t]).cpu()
             obs, rewards, terminated, truncated, infos = env.step(actions[t])  # clips by itself
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
-            raw_rewards[t] = infos.get("raw_reward", rewards)  # without potential shaping
+            raw_rewards[t] = infos.get("raw_reward", rewards)  # without shaping
             # ACPO: V is not 0 at an end: a termination is a transition to the reset state. A
             # truncation cuts the sum of eq.22 and bootstraps from where the chain would have gone.
             raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])

@@ -363,7 +363,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             means[t], actions[t] = mean.cpu(), (mean + std_k * noise[t]).cpu()
             obs, rewards, terminated, truncated, infos = env.step(actions[t])  # clips by itself
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
-            raw_rewards[t] = infos.get("raw_reward", rewards)  # without potential shaping
+            raw_rewards[t] = infos.get("raw_reward", rewards)  # without shaping
             # Both ends cut the sum; V is 0 after a termination, and a truncation bootstraps.
             raw_next_obs[t], dones[t] = infos["final_obs"], terminated | truncated
             alive[t, :, 0] = ~terminated

@@ -100,7 +100,7 @@ def table() -> list[tuple[str, str, Controller]]:
 
 def score(env_id: str, controller: Controller, episodes: int, steps: int, seed: int) -> dict:
     """Mean reward and cost per step of each episode: two arrays (episodes,), and what fell."""
-    kwargs = {"potential": 0.0} if env_id.endswith("Gather") else {}
+    kwargs = {"progress": 0.0} if env_id.endswith("Gather") else {}
     env = envs.make_vec(env_id, episodes, seed=seed, horizon=steps, **kwargs)
     obs, _ = env.reset()
     rewards, costs, lost = np.zeros((3, episodes))

@@ -20,13 +20,13 @@ class Gather(BatchEnv):
     apples: int
     bombs: int
     apple_reward = 10.0
-    fall_penalty = 10.0
+    fall_penalty = 1.0
 
-    def __init__(self, num_envs: int, body: type, potential: float = 0.0, **kwargs):
+    def __init__(self, num_envs: int, body: type, progress: float = 0.0, **kwargs):
         super().__init__(num_envs, body.obs_size + 2 * BINS, body.act_size, **kwargs)
         bounds = {"walls": 6.0, "reach": 12.0} if body is AntBody else {"reach": 6.0}
         self.body = body(num_envs, self.random, **bounds)
-        self.potential = potential
+        self.progress = progress
         self.cells = np.zeros((num_envs, self.apples + self.bombs), np.int64)  # apples first
         # Where the reading of row i, object k, bin b goes in the flat (n, 2, BINS) sensor array.
         kind = np.repeat([0, 1], [self.apples, self.bombs])
@@ -47,8 +47,9 @@ class Gather(BatchEnv):
         return offset[..., 0], offset[..., 1]
 
     def _advance(self, actions: np.ndarray):
-        before = self._potential()
+        before = self._to_apple()
         lost = self.body.advance(actions)
+        closer = before - self._to_apple()  # to the apples as they lie: no catch, no fall counts
         dx, dy = self._offsets()
         caught = (dx * dx + dy * dy < CATCH_RANGE**2) & ~lost[:, None]
         rewards = self.apple_reward * np.count_nonzero(caught[:, : self.apples], axis=1)
@@ -62,16 +63,16 @@ class Gather(BatchEnv):
             near = (dx * dx + dy * dy < SPACING**2) & lost[:, None]
             if near.any():
                 self._respawn(near)
-        shaped = rewards + (self._potential() - before)
+        shaped = rewards + self.progress * np.where(lost, 0.0, closer)
         return shaped, costs, {"raw_reward": rewards, "regenerated": lost}
 
-    def _potential(self) -> np.ndarray | float:
-        """-potential x distance to the nearest apple. Bounded, so its differences average out."""
-        if self.potential == 0.0:
+    def _to_apple(self) -> np.ndarray | float:
+        """(n,) distance to the nearest apple, where anyone asks for it."""
+        if self.progress == 0.0:
             return 0.0
         dx, dy = self._offsets()
         nearest = (dx * dx + dy * dy)[:, : self.apples].min(axis=1)
-        return -self.potential * np.sqrt(nearest)
+        return np.sqrt(nearest)
 
     def _respawn(self, moved: np.ndarray) -> None:
         """Put the objects of a mask (n, objects) on random free cells away from the body."""
@@ -148,7 +149,7 @@ class PointGather(Gather):
     free cell at least 2 from the body.
 
     ## Arguments
-    `horizon=1000`, `render_mode=None | "rgb_array"`, `potential=0`: shaping, see AntGather.
+    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=0`: shaping, see AntGather.
     """
 
     apples, bombs, cost_limit = 2, 8, 0.01
@@ -182,10 +183,9 @@ class AntGather(Gather):
     | 42-51 | bomb sensors, likewise |
 
     ## Rewards
-    10 for an apple (its centre less than 1 from the centre of mass after the step); -10 for a
-    fall. To this the step adds the change of a potential, -`potential` x distance to the
-    nearest apple, which averages out over time and leaves the average reward of every policy as it
-    is, but tells an ant that cannot walk yet where to go. `info["raw_reward"]` is without it.
+    10 for an apple (its centre less than 1 from the centre of mass after the step); -1 for a fall.
+    To this the step adds `progress` x the way made towards the nearest apple, without which an ant
+    that cannot walk yet learns to stand still. `info["raw_reward"]` is without it.
 
     ## Cost
     Number of bombs collected in the step.
@@ -204,10 +204,10 @@ class AntGather(Gather):
     least 2 from the body.
 
     ## Arguments
-    `horizon=1000`, `render_mode=None | "rgb_array"`, `potential=5`: shaping in reward per metre.
+    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=20`: shaping in reward per metre.
     """
 
     apples, bombs, cost_limit = 8, 8, 0.002
 
-    def __init__(self, num_envs: int = 1, potential: float = 5.0, **kwargs):
-        super().__init__(num_envs, AntBody, potential, **kwargs)
+    def __init__(self, num_envs: int = 1, progress: float = 20.0, **kwargs):
+        super().__init__(num_envs, AntBody, progress, **kwargs)

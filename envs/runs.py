@@ -1,17 +1,20 @@
 """A run from outside: its flags, its environments, its folder, its log. Nothing about learning."""
 
+import contextlib
 import csv
 import dataclasses
 import importlib.metadata
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from typing import Any, NoReturn
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -30,6 +33,7 @@ RANGES = {  # what a flag may be, in whichever script it is
     "gamma cost_gamma": (0, 0.99999),
     "recovery_t ell safety_eta": (0, 1),
 }
+BATCH_RULE = "must be a multiple, 2 or more, of the {} environments"
 FREE = {"resume", "total_timesteps", "eval_every", "eval_episodes", "eval_steps", "save_every"}
 FREE |= {"capture_video", "track", "run_dir", "device"}  # what a resumed run may change
 
@@ -38,6 +42,14 @@ def refuse(flag: str, value, why) -> NoReturn:
     """One line that names the flag, its value and what is wrong; exit code 2."""
     print(f"error: --{flag.replace('_', '-')} {value}: {why}", file=sys.stderr)
     sys.exit(2)
+
+
+def fail(text) -> NoReturn:
+    """One line, clear of the progress bar; exit code 1."""
+    for bar in [*getattr(tqdm, "_instances", ())]:
+        bar.close()
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(1)
 
 
 def parse(Args: type) -> Any:
@@ -49,6 +61,9 @@ def parse(Args: type) -> Any:
                 record = json.load(file)
             stored = {k: tuple(v) if isinstance(v, list) else v for k, v in record["args"].items()}
             default = Args(**stored | {"resume": args.resume})
+            for name, value in stored.items():
+                if not same_kind(value, getattr(Args, name)):
+                    raise ValueError(f"{name} is {value!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             text = getattr(error, "strerror", None) or error
             refuse("resume", args.resume, f"has no args.json of this script ({text})")
@@ -57,6 +72,15 @@ def parse(Args: type) -> Any:
             refuse("resume", args.resume, f"is a run of {record.get('script')}.py")
         args = tyro.cli(Args, default=default)
     return args
+
+
+def same_kind(value, default) -> bool:
+    """Whether a value read from a file is of the kind of a flag's default."""
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(type(x) in (int, float) for x in value)
+    if isinstance(default, float | None):
+        return type(value) in (int, float) or value is default
+    return type(value) is type(default)
 
 
 def check(args) -> None:
@@ -72,9 +96,11 @@ def check(args) -> None:
         )
     if min(args.hidden_sizes, default=1) < 1:
         refuse("hidden_sizes", args.hidden_sizes, "must all be >= 1")
+    if args.num_envs and (args.batch_size % args.num_envs or args.batch_size < 2 * args.num_envs):
+        refuse("batch_size", args.batch_size, BATCH_RULE.format(args.num_envs))
     try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, dtype=torch.float64, device=args.device).cpu()
+    except (RuntimeError, AssertionError, TypeError) as error:
         refuse("device", args.device, str(error).splitlines()[0])
     if args.capture_video and args.env_id in ("Grid", "Bottleneck"):
         refuse("capture_video", True, f"{args.env_id} has no pictures")
@@ -92,16 +118,31 @@ def make_pair(args):
         env = make_vec(args.env_id, args.num_envs, seed=seed, stagger=True)
         rows = min(args.eval_episodes, env.recommended_num_envs)
         eval_env = make_vec(args.env_id, rows, seed=seed + 500_000)
-    except ValueError as error:
+    except (ValueError, ImportError, gym.error.Error) as error:
         refuse("env_id", args.env_id, str(error).splitlines()[0])
     own = () if env.cost_limit is None else env.cost_limit
     limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
     if limit.size != m or not (np.isfinite(limit) & (limit >= 0.0)).all():
         refuse("cost_limit", args.cost_limit, f"must be {m} finite number(s) >= 0, one per cost")
     if args.batch_size % env.num_envs or args.batch_size < 2 * env.num_envs:
-        why = f"must be a multiple, 2 or more, of the {env.num_envs} environments"
-        refuse("batch_size", args.batch_size, why)
+        refuse("batch_size", args.batch_size, BATCH_RULE.format(env.num_envs))
+    if args.capture_video:
+        check_pictures(args.env_id)
     return env, eval_env, limit
+
+
+def check_pictures(env_id: str) -> None:
+    """Take one now: the video is made at the end, too late to find that there is none."""
+    from envs import make_vec
+
+    try:
+        env = make_vec(env_id, 1, seed=0, render_mode="rgb_array")
+        env.reset()
+        np.asarray(env.render()[0]).reshape(-1)[0] + 0
+        env.close()
+    except Exception as error:  # whatever a renderer of somebody else's raises
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        refuse("capture_video", True, f"{env_id} gives no pictures ({text})")
 
 
 def stop_signals() -> list[int]:
@@ -123,12 +164,16 @@ class Log:
         if args.resume:
             return
         record = {"script": self.script, "args": dataclasses.asdict(args), **versions()}
+        made = False
         try:
             os.makedirs(self.folder)
+            made = True
             with open(f"{self.folder}/args.json", "w") as file:
                 json.dump(record, file, indent=2)
         except OSError as error:
-            refuse("run_dir", args.run_dir, error.strerror)
+            if made:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            refuse("run_dir", args.run_dir, f"cannot write {self.folder} ({error.strerror})")
 
     def same_flags(self, stored: dict) -> None:
         """Refuse to go on with a checkpoint that was made with other flags."""
@@ -162,17 +207,23 @@ class Log:
         """One row of tags. NaN, a number that does not exist, is not sent to TensorBoard."""
         self.seconds = time.perf_counter() - self.started
         row["charts/SPS"] = step / self.seconds
-        for tag, value in row.items():
-            if not math.isnan(value):
-                self.writer.add_scalar(tag, value, step)
         with open(self.progress, "a") as file:
             if file.tell() == 0:
                 print("global_step", *row, sep=",", file=file)
             print(step, *(float(value) for value in row.values()), sep=",", file=file)
+        for tag, value in row.items():
+            if not math.isnan(value):
+                self.writer.add_scalar(tag, value, step)
+        self.writer.flush()  # a checkpoint must never be ahead of what is logged
         reward, cost, limit = (row[f"charts/{x}"] for x in ("avg_reward", "avg_cost", "cost_limit"))
         shown = f"reward {reward:.4g}, cost {cost:.4g} (limit {limit:.4g})"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(self.args.batch_size)
+
+    def finite(self, what: str, *arrays) -> None:
+        """End the run if a number in one of the arrays or tensors is not finite."""
+        if not all(torch.as_tensor(array).isfinite().all() for array in arrays):
+            fail(f"{what} a number that is not finite; what was saved before is in {self.folder}")
 
     def stopped(self, number: int) -> NoReturn:
         """End after a signal: how to go on, and the exit code that the shell expects."""
@@ -197,10 +248,16 @@ class Log:
 def versions() -> dict:
     """What a run was made with: the git commit of this code and the versions of its packages."""
     here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "libsumo")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"commit": git.stdout.strip(), "versions": found}
+    ask = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(ask, cwd=here, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git: a run does not need it
+        commit = ""
+    found = {}
+    for name in ("torch", "numpy", "gymnasium", "mujoco", "libsumo"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return {"commit": commit, "versions": found}
 
 
 def draw_curves(folder: str) -> tuple[int, float, float, float]:
