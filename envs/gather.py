@@ -20,7 +20,7 @@ class Gather(BatchEnv):
     apples: int
     bombs: int
     apple_reward = 10.0
-    fall_penalty = 1.0
+    fall_penalty = 10.0
 
     def __init__(self, num_envs: int, body: type, progress: float = 0.0, **kwargs):
         super().__init__(num_envs, body.obs_size + 2 * BINS, body.act_size, **kwargs)
@@ -183,9 +183,9 @@ class AntGather(Gather):
     | 42-51 | bomb sensors, likewise |
 
     ## Rewards
-    10 for an apple (its centre less than 1 from the centre of mass after the step); -1 for a fall.
-    To this the step adds `progress` x the way made towards the nearest apple, without which an ant
-    that cannot walk yet learns to stand still. `info["raw_reward"]` is without it.
+    10 for an apple (its centre less than 1 from the centre of mass after the step); -10 for a
+    fall. To this the step adds `progress` x the way made towards the nearest apple, without which
+    an ant that cannot walk yet learns to stand still. `info["raw_reward"]` is without it.
 
     ## Cost
     Number of bombs collected in the step.

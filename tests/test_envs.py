@@ -573,7 +573,7 @@ def test_ant_against_mujoco_by_hand(env_id):
                 np.testing.assert_allclose(rewards[row], expected, rtol=1e-10, atol=1e-10)
                 assert infos["cost"][row] == float(abs(x) > 3)
             elif lost:
-                assert infos["raw_reward"][row] == -1.0
+                assert infos["raw_reward"][row] == -10.0
             if lost:
                 fallen += 1
                 copy_start(row)
@@ -608,7 +608,7 @@ def test_a_lost_ant_regenerates(env_id, how):
     assert infos["regenerated"].tolist() == [False, True, False]
     assert not terminated.any()
     raw = infos.get("raw_reward", rewards)
-    assert raw[1] == -env.fall_penalty and np.isfinite(rewards).all()
+    assert raw[1] == -10.0 and np.isfinite(rewards).all()
     assert infos["cost"][1] == (1.0 if how == "escaped" and env_id == "AntCircle" else 0.0)
     np.testing.assert_array_equal(obs, infos["final_obs"])  # the chain goes on, no episode end
     assert np.isfinite(obs).all()
