@@ -41,7 +41,7 @@ class Args:
     seed: int = 1  # of networks, actions and environments
     total_timesteps: int = 1_500_000  # environment steps, all environments together
     num_envs: int = 0  # environments side by side (0: what the environment recommends)
-    batch_size: int = 8192  # environment steps per policy update
+    batch_size: int = 4096  # environment steps per policy update
     cost_limit: tuple[float, ...] = ()  # l per step and constraint (empty: the environment's own)
     gamma: float = 0.999  # discount per step of reward and costs
     gae_lambda: float = 0.9  # GAE parameter of the reward advantage
@@ -55,12 +55,12 @@ class Args:
     backtrack_coef: float = 0.75  # factor on the step per line-search trial
     backtrack_iterations: int = 10  # trials after the full step
     critic_learning_rate: float = 2e-3  # Adam step size of the critics
-    critic_epochs: int = 8  # passes over the batch per update
-    critic_minibatch: int = 256  # samples per critic step
+    critic_epochs: int = 10  # passes over the batch per update
+    critic_minibatch: int = 128  # samples per critic step
     hidden_sizes: tuple[int, ...] = (64, 32)  # tanh layers of the policy and of each critic
     log_std_init: float = -0.5  # initial log standard deviation of the policy (action units)
     log_std_min: float = -3.0  # its floor
-    eval_every: int = 20  # iterations between evaluations (0: never)
+    eval_every: int = 40  # iterations between evaluations (0: never)
     eval_episodes: int = 10  # trajectories per evaluation
     eval_steps: int = 1000  # steps per trajectory
     save_every: int = 1  # iterations between checkpoints (0: only at the end)
