@@ -71,8 +71,25 @@ class Args:
     device: str = "cpu"  # torch device of the networks
 
 
+class Critics(nn.Module):
+    """k networks of one output side by side, (n, inputs) -> (n, k): one product a layer for all."""
+
+    def __init__(self, k: int, inputs: int, hidden: tuple[int, ...]):
+        super().__init__()
+        layers = [*zip(*(mlp(inputs, hidden, 1, gain=1.0)[::2] for _ in range(k)), strict=True)]
+        stacks = [torch.stack([part.weight.detach().T for part in layer]) for layer in layers]
+        self.weights = nn.ParameterList(stacks)  # (k, in, out) each
+        self.biases = nn.ParameterList(torch.zeros(k, 1, W.shape[-1]) for W in stacks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.expand(len(self.biases[0]), *x.shape)
+        for i, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(b, torch.tanh(x) if i else x, W)
+        return x[..., 0].T
+
+
 class Agent(nn.Module):
-    """A Gaussian policy, a critic of the reward and a critic of the m costs; they share nothing.
+    """A Gaussian policy, a critic of the reward and one of each of the m costs; they share nothing.
 
     The policy is in float64, as its update subtracts nearly equal numbers; the critics in float32.
     Where reward and costs stand in one tensor, column 0 is the reward and 1 .. m are the costs.
@@ -85,7 +102,7 @@ class Agent(nn.Module):
         self.safety_eta = eta
         self.actor_mean = mlp(obs_size, hidden, act_size, gain=0.01).double()
         self.log_std = nn.Parameter(torch.full((act_size,), log_std, dtype=torch.float64))
-        self.critics = nn.ModuleList(mlp(obs_size, hidden, k, gain=1.0) for k in (1, m))
+        self.critics = Critics(1 + m, obs_size, hidden)
         # BVF: Q_C and B in units of the limit, and the copies that the layer uses
         self.q_c = mlp(obs_size + act_size, hidden, 1, gain=0.01)
         self.b_c = mlp(obs_size, hidden, 1, gain=0.01)
@@ -126,7 +143,7 @@ class Agent(nn.Module):
 
     def values(self, obs: torch.Tensor) -> torch.Tensor:
         """(n, 1 + m): V of the reward and V_C of the costs, in raw units; obs in float32."""
-        return torch.cat([critic(obs) for critic in self.critics], 1) * self.value_scale
+        return self.critics(obs) * self.value_scale
 
 
 def mlp(inputs: int, hidden: tuple[int, ...], outputs: int, gain: float) -> nn.Sequential:
