@@ -71,6 +71,7 @@ class BatchEnv(VectorEnv):
     }
     cost_limit: float | tuple[float, ...]
     recommended_num_envs = 64
+    recommended_timesteps = 400_000  # of a training run
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class PointCircle(Circle):
     """
 
     radius, strip, cost_limit = 15.0, 2.5, 0.1
+    recommended_timesteps = 2_000_000
 
     def __init__(self, num_envs: int = 1, **kwargs):
         super().__init__(num_envs, PointBody, reach=20.0, **kwargs)
@@ -130,6 +131,7 @@ class AntCircle(Circle):
     """
 
     radius, strip, cost_limit = 10.0, 3.0, 0.1
+    recommended_timesteps = 6_000_000
 
     def __init__(self, num_envs: int = 1, **kwargs):
         super().__init__(num_envs, AntBody, reach=20.0, **kwargs)

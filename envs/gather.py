@@ -153,6 +153,7 @@ class PointGather(Gather):
     """
 
     apples, bombs, cost_limit = 2, 8, 0.01
+    recommended_timesteps = 1_500_000
 
     def __init__(self, num_envs: int = 1, **kwargs):
         super().__init__(num_envs, PointBody, **kwargs)
@@ -208,6 +209,7 @@ class AntGather(Gather):
     """
 
     apples, bombs, cost_limit = 8, 8, 0.002
+    recommended_timesteps = 12_000_000
 
     def __init__(self, num_envs: int = 1, progress: float = 20.0, **kwargs):
         super().__init__(num_envs, AntBody, progress, **kwargs)

@@ -92,6 +92,7 @@ class SumoEnv(gym.Env):
     """
 
     recommended_num_envs = 1  # in process; a worker spends more time on its pipe than on a step
+    recommended_timesteps = 300_000  # of a training run
     _loaded: ClassVar["SumoEnv | None"] = None  # the environment whose world libsumo holds now
     _own_state: ClassVar[tuple[str, ...]] = ()
 
@@ -309,6 +310,7 @@ class SumoVectorEnv(AsyncVectorEnv):
     def __init__(self, env_class: type[SumoEnv], num_envs: int, seed: int | None, **kwargs) -> None:
         self.cost_limit = env_class.cost_limit
         self.recommended_num_envs = env_class.recommended_num_envs
+        self.recommended_timesteps = env_class.recommended_timesteps
         self.num_costs = 1
         self._first_seed = seed
         super().__init__(
