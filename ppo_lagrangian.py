@@ -36,7 +36,7 @@ import envs
 class Args:
     env_id: str = "PointGather"  # one of ours (see envs/) or package.module:EnvId with info["cost"]
     seed: int = 1  # of networks, actions and environments
-    total_timesteps: int = 1_500_000  # environment steps, all environments together
+    total_timesteps: int = 0  # environment steps, all together (0: what the task recommends)
     num_envs: int = 0  # environments side by side (0: what the environment recommends)
     batch_size: int = 4096  # environment steps per policy update
     cost_limit: tuple[float, ...] = ()  # l per step and constraint (empty: the environment's own)

@@ -90,10 +90,9 @@ def check(args) -> None:
             value = getattr(args, name, None)  # None: not set, or no flag of this script
             if value is not None and not low <= value <= high:  # NaN fails too
                 refuse(name, value, f"must be in [{low:g}, {high:g}]")
-    if args.total_timesteps < args.batch_size:
-        refuse(
-            "total_timesteps", args.total_timesteps, f"must be >= --batch-size {args.batch_size}"
-        )
+    if args.total_timesteps and args.total_timesteps < args.batch_size:
+        why = f"must be at least --batch-size {args.batch_size}, or 0: the task's own"
+        refuse("total_timesteps", args.total_timesteps, why)
     if min(args.hidden_sizes, default=1) < 1:
         refuse("hidden_sizes", args.hidden_sizes, "must all be >= 1")
     if args.num_envs and (args.batch_size % args.num_envs or args.batch_size < 2 * args.num_envs):
@@ -102,14 +101,15 @@ def check(args) -> None:
         torch.zeros(1, dtype=torch.float64, device=args.device).cpu()
     except (RuntimeError, AssertionError, TypeError) as error:
         refuse("device", args.device, str(error).splitlines()[0])
-    if args.capture_video and args.env_id in ("Grid", "Bottleneck"):
-        refuse("capture_video", True, f"{args.env_id} has no pictures")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("track", True, "needs Weights & Biases: pip install wandb")
 
 
 def make_pair(args):
-    """(environments to train in, environments to evaluate in, limit (m,)) as the flags say."""
+    """(environments to train in, environments to evaluate in, limit (m,)) as the flags say.
+
+    Where the flags leave the number of steps to the task, it is put into args.
+    """
     from envs import make_vec
 
     check(args)
@@ -120,6 +120,7 @@ def make_pair(args):
         eval_env = make_vec(args.env_id, rows, seed=seed + 500_000)
     except (ValueError, ImportError, gym.error.Error) as error:
         refuse("env_id", args.env_id, str(error).splitlines()[0])
+    args.total_timesteps = args.total_timesteps or max(env.recommended_timesteps, args.batch_size)
     own = () if env.cost_limit is None else env.cost_limit
     limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
     if limit.size != m or not (np.isfinite(limit) & (limit >= 0.0)).all():
