@@ -67,7 +67,8 @@ def test_lqr_recovers_from_an_infeasible_start(tmp_path):
 
 @pytest.mark.slow
 def test_lqr_with_a_loose_limit_reaches_the_unconstrained_optimum(tmp_path):
-    flags = {"total_timesteps": 300_000, "log_std_init": -1.5, "cost_limit": (5.0,)}
+    # J is flat around its maximum: with delta 0.01 the last iterate is still 0.1 away from it.
+    flags = {"total_timesteps": 400_000, "log_std_init": -1.5, "cost_limit": (5.0,), "delta": 0.004}
     _, agent, _ = train(tmp_path, **flags)
     k, offset, sigma = linear_policy(agent)
     assert k == pytest.approx(0.9, rel=0.08) and abs(offset) < 0.1  # J is flat around 0.9:
