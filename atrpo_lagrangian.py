@@ -19,9 +19,9 @@ Differs from acpo_continuous.py in the update (lines marked "LAG:"): one mixed a
 two constraints. Page: docs/atrpo_lagrangian.md.
 """
 
+import io
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -214,7 +214,7 @@ def mixed_step(Hinv_g: torch.Tensor, q: float, ell: float, delta: float) -> torc
 
 def update_multiplier(mu: float, c: np.ndarray, limit: np.ndarray, rate: float) -> float:
     """Gradient ascent on the multiplier: mu + rate c / l, never below 0. c, l: cost per step."""
-    return max(0.0, mu + rate * (c / np.maximum(limit, 1e-6)).max())
+    return max(0.0, mu + rate * (c / np.maximum(limit, 1e-6)).max().item())
 
 
 @torch.no_grad()
@@ -268,9 +268,10 @@ def evaluate(agent: Agent, env, episodes: int, steps: int, seed: int, determinis
 
 def save_checkpoint(folder: str, state: dict) -> None:
     """Written beside the last one, which is kept as checkpoint.prev.pt, and then renamed."""
-    path = f"{folder}/checkpoint"
+    path, data = f"{folder}/checkpoint", io.BytesIO()
+    torch.save(state, data)  # not into the file: a full disk would give no OSError
     with open(f"{path}.tmp", "wb") as file:
-        torch.save(state, file)
+        file.write(data.getbuffer())
         file.flush()
         os.fsync(file.fileno())
     if os.path.exists(f"{path}.pt"):
@@ -283,7 +284,7 @@ def load_checkpoint(folder: str) -> dict | None:
     paths = (f"{folder}/checkpoint.pt", f"{folder}/checkpoint.prev.pt")
     for path in filter(os.path.exists, paths):
         try:
-            state = torch.load(path, weights_only=True)  # never executes code
+            state = torch.load(path, "cpu", weights_only=True)  # never executes code
             return state if state["args"] else None
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
@@ -348,8 +349,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             # truncation cuts the sum of eq.22 and bootstraps from where the chain would have gone.
             raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             dones[t] = truncated
-        if not (np.isfinite(raw_next_obs).all() and np.isfinite(signals).all()):
-            sys.exit(f"error: {args.env_id} gave a number that is not finite; see {log.folder}")
+        log.finite(f"{args.env_id} gave", raw_obs, raw_next_obs, signals)
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
@@ -401,6 +401,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
                 losses.sum().backward()
                 optimizer.step()
         agent.update_normalizer(to_device(raw_obs).flatten(0, 1))
+        log.finite("the update gave", *agent.state_dict().values())
         update_time = time.perf_counter() - clock
 
         # Evaluation of the mean action, as in the paper, and of the policy that is constrained
@@ -463,4 +464,4 @@ if __name__ == "__main__":
     try:
         main(envs.parse(Args), envs.stop_signals())
     except OSError as error:  # a full disk, a simulator that died: no traceback needed
-        sys.exit(f"error: {error}")
+        envs.fail(error)

@@ -21,9 +21,9 @@ place of a multiplier. One cost only. Page: docs/bvf_ppo.md.
 """
 
 import copy
+import io
 import itertools
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -95,18 +95,17 @@ class Agent(nn.Module):
     Where reward and costs stand in one tensor, column 0 is the reward and 1 .. m are the costs.
     """
 
-    def __init__(
-        self, obs_size: int, act_size: int, m: int, hidden: tuple, log_std: float, eta: float = 0.0
-    ):
+    def __init__(self, obs_size: int, act_size: int, m: int, hidden: tuple, log_std: float, eta=0):
         super().__init__()
         self.safety_eta = eta
         self.actor_mean = mlp(obs_size, hidden, act_size, gain=0.01).double()
         self.log_std = nn.Parameter(torch.full((act_size,), log_std, dtype=torch.float64))
         self.critics = Critics(1 + m, obs_size, hidden)
-        # BVF: Q_C and B in units of the limit, and the copies that the layer uses
+        # BVF: Q_C - J_C and B - J_C in units of the limit, and the copies that the layer uses
         self.q_c = mlp(obs_size + act_size, hidden, 1, gain=0.01)
         self.b_c = mlp(obs_size, hidden, 1, gain=0.01)
         self.frozen = nn.ModuleList(copy.deepcopy(x) for x in (self.actor_mean, self.q_c, self.b_c))
+        self.register_buffer("spent", torch.zeros(()))  # J_C / l, measured on the last batch
         self.register_buffer("value_scale", torch.ones(1 + m))  # unit of the critics' outputs
         self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("obs_mean", torch.zeros(obs_size, dtype=torch.float64))
@@ -130,13 +129,13 @@ class Agent(nn.Module):
         m_b = actor(obs).detach().requires_grad_()
         q = q_c(torch.cat([obs, m_b], 1).float())
         (gradient,) = torch.autograd.grad(q.sum(), m_b)
-        return m_b.detach(), gradient, (2.0 - b_c(obs.float()) - q).detach().double()
+        slack = 2.0 - 2.0 * self.spent - b_c(obs.float()) - q
+        return m_b.detach(), gradient, slack.detach().double()
 
     def policy(self, obs: torch.Tensor, constraint=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean (n, act) and standard deviation (act,) of the action, behind the safety layer."""
         constraint, std = constraint or self.constraint(obs), self.log_std.exp()
-        mean = safety_layer(self.actor_mean(obs), *constraint, self.safety_eta, std.detach())
-        return mean, std
+        return safety_layer(self.actor_mean(obs), *constraint, self.safety_eta, std.detach()), std
 
     def policy_parameters(self) -> list[nn.Parameter]:
         return [*self.actor_mean.parameters(), self.log_std]
@@ -183,8 +182,7 @@ def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: float)
 def safety_layer(mean, m_b, gradient, slack, eta: float, bound) -> torch.Tensor:
     """The m closest to (1 - eta) mean + eta m_b with gradient'(m - m_b) <= slack.
 
-    No component is moved by more than bound: the linear model of Q_C holds near m_b only, and one
-    action may be unable to make up for what was spent before.
+    No component is moved by more than bound: the linear model of Q_C holds near m_b only.
     """
     free = (1.0 - eta) * mean + eta * m_b
     excess = ((free - m_b) * gradient).sum(-1, keepdim=True) - slack
@@ -195,13 +193,13 @@ def safety_layer(mean, m_b, gradient, slack, eta: float, bound) -> torch.Tensor:
 def backward_returns(costs, values, starts, gamma, lam):
     """(T, N) targets of B: e_t = C_{t-1} + gamma [(1 - lam) B(s_{t-1}) + lam e_{t-1}].
 
-    It runs forward in time and is 0 at the start of an episode (starts = 1). values: B of the
-    states. The first row has no past in the batch: it bootstraps from its own value.
+    It runs forward in time, values: B of the states. Where there is no past in the batch, in the
+    first row and after a truncation (starts = 1), it bootstraps from the state's own value.
     """
-    returns = values * (1.0 - starts)
+    returns = values.clone()
     for t in range(1, len(costs)):
         past = costs[t - 1] + gamma * ((1.0 - lam) * values[t - 1] + lam * returns[t - 1])
-        returns[t] = past * (1.0 - starts[t])
+        returns[t] = torch.where(starts[t] == 1.0, values[t], past)
     return returns
 
 
@@ -238,9 +236,10 @@ def evaluate(agent: Agent, env, episodes: int, steps: int, seed: int, determinis
 
 def save_checkpoint(folder: str, state: dict) -> None:
     """Written beside the last one, which is kept as checkpoint.prev.pt, and then renamed."""
-    path = f"{folder}/checkpoint"
+    path, data = f"{folder}/checkpoint", io.BytesIO()
+    torch.save(state, data)  # not into the file: a full disk would give no OSError
     with open(f"{path}.tmp", "wb") as file:
-        torch.save(state, file)
+        file.write(data.getbuffer())
         file.flush()
         os.fsync(file.fileno())
     if os.path.exists(f"{path}.pt"):
@@ -253,7 +252,7 @@ def load_checkpoint(folder: str) -> dict | None:
     paths = (f"{folder}/checkpoint.pt", f"{folder}/checkpoint.prev.pt")
     for path in filter(os.path.exists, paths):
         try:
-            state = torch.load(path, weights_only=True)  # never executes code
+            state = torch.load(path, "cpu", weights_only=True)  # never executes code
             return state if state["args"] else None
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
@@ -280,7 +279,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     # A new run, or one that goes on where its last checkpoint was written
     log = envs.Log(args, __file__)
     state = {"iteration": 0, "seconds": 0.0, "cumulative_cost": 0.0}
-    state |= {"L_c": np.nan, "rho_c": np.nan, "env": None, "starts": [1.0] * num_envs}
+    state |= {"L_c": np.nan, "rho_c": np.nan, "env": None}
     saved = load_checkpoint(log.folder) if args.resume else None
     if saved:
         state = saved
@@ -323,8 +322,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             # Both ends cut the sum; V is 0 after a termination, and a truncation bootstraps.
             raw_next_obs[t], dones[t] = infos["final_obs"], terminated | truncated
             alive[t, :, 0] = ~terminated
-        if not (np.isfinite(raw_next_obs).all() and np.isfinite(signals).all()):
-            sys.exit(f"error: {args.env_id} gave a number that is not finite; see {log.folder}")
+        log.finite(f"{args.env_id} gave", raw_obs, raw_next_obs, signals)
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
@@ -336,21 +334,25 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
         rho = to_device(signals).mean((0, 1))
         criterion = 0.0, gammas, lambdas  # a discounted sum: no average to subtract
-        next_values = next_values * to_device(alive)
+        # The mean of V dwarfs what V says of a state: the critics leave it out, it is solved for.
+        live = to_device(alive)
+        gap = (to_device(signals) + gammas * live * next_values - values).mean((0, 1))
+        constant = gap / (1.0 - gammas * live.mean())
+        values, next_values = values + constant, (next_values + constant) * live
         chain = to_device(signals), values, next_values, to_device(dones)[..., None]
         advantages = compute_gae(*chain, *criterion).flatten(0, 1)
         targets = advantages + b_values
+        targets -= targets.mean(0)
         explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
         rho_c = rho[1:].cpu().numpy()
         c = rho_c - limit
 
-        # BVF: what was spent before each state, and what an action will cost, in units of the limit
+        # BVF: what was spent before each state, less J_C, which is measured: learned, it would lag
         unit = (1.0 - args.cost_gamma) / max(limit[0], 1e-6)
-        with torch.no_grad():
-            b_spent = agent.b_c(b_obs.float()).view(num_steps, num_envs).double()
-        starts = to_device(np.vstack([state["starts"], dones[:-1]]))
-        costs = to_device(signals[..., 1] * unit)
+        b_spent = agent.b_c(b_obs.float()).detach().view(num_steps, num_envs).double()
+        starts = to_device(np.roll(dones * alive[..., 0], 1, 0))  # truncated the step before
+        costs = to_device((signals[..., 1] - rho_c[0]) * unit)
         returns = backward_returns(costs, b_spent, starts, args.cost_gamma, args.cost_gae_lambda)
 
         # Policy
@@ -388,9 +390,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
                 optimizer.zero_grad()
                 (losses.sum() + q_error.square().mean() + b_error.square().mean()).backward()
                 optimizer.step()
+        agent.spent.fill_(rho_c[0] / max(limit[0], 1e-6))
         for copied, net in zip(agent.frozen, (agent.actor_mean, agent.q_c, agent.b_c), strict=True):
             copied.load_state_dict(net.state_dict())
         agent.update_normalizer(to_device(raw_obs).flatten(0, 1))
+        log.finite("the update gave", *agent.state_dict().values())
         update_time = time.perf_counter() - clock
 
         # Evaluation of the mean action, as in the paper, and of the policy that is constrained
@@ -430,7 +434,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Save
         state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
-        state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "starts": dones[-1].tolist()}
+        state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item()}
         due = args.save_every and iteration % args.save_every == 0
         if due or stop or iteration == iterations:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
@@ -454,4 +458,4 @@ if __name__ == "__main__":
     try:
         main(envs.parse(Args), envs.stop_signals())
     except OSError as error:  # a full disk, a simulator that died: no traceback needed
-        sys.exit(f"error: {error}")
+        envs.fail(error)

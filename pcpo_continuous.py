@@ -20,9 +20,9 @@ Differs from cpo_continuous.py in the update (lines marked "PCPO:").
 Page: docs/pcpo_continuous.md.
 """
 
+import io
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -250,9 +250,10 @@ def evaluate(agent: Agent, env, episodes: int, steps: int, seed: int, determinis
 
 def save_checkpoint(folder: str, state: dict) -> None:
     """Written beside the last one, which is kept as checkpoint.prev.pt, and then renamed."""
-    path = f"{folder}/checkpoint"
+    path, data = f"{folder}/checkpoint", io.BytesIO()
+    torch.save(state, data)  # not into the file: a full disk would give no OSError
     with open(f"{path}.tmp", "wb") as file:
-        torch.save(state, file)
+        file.write(data.getbuffer())
         file.flush()
         os.fsync(file.fileno())
     if os.path.exists(f"{path}.pt"):
@@ -265,7 +266,7 @@ def load_checkpoint(folder: str) -> dict | None:
     paths = (f"{folder}/checkpoint.pt", f"{folder}/checkpoint.prev.pt")
     for path in filter(os.path.exists, paths):
         try:
-            state = torch.load(path, weights_only=True)  # never executes code
+            state = torch.load(path, "cpu", weights_only=True)  # never executes code
             return state if state["args"] else None
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
@@ -328,8 +329,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             # Both ends cut the sum; V is 0 after a termination, and a truncation bootstraps.
             raw_next_obs[t], dones[t] = infos["final_obs"], terminated | truncated
             alive[t, :, 0] = ~terminated
-        if not (np.isfinite(raw_next_obs).all() and np.isfinite(signals).all()):
-            sys.exit(f"error: {args.env_id} gave a number that is not finite; see {log.folder}")
+        log.finite(f"{args.env_id} gave", raw_obs, raw_next_obs, signals)
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
@@ -341,10 +341,15 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
         rho = to_device(signals).mean((0, 1))
         criterion = 0.0, args.gamma, lambdas  # a discounted sum: no average to subtract
-        next_values = next_values * to_device(alive)
+        # The mean of V dwarfs what V says of a state: the critics leave it out, it is solved for.
+        live = to_device(alive)
+        gap = (to_device(signals) + args.gamma * live * next_values - values).mean((0, 1))
+        constant = gap / (1.0 - args.gamma * live.mean())
+        values, next_values = values + constant, (next_values + constant) * live
         chain = to_device(signals), values, next_values, to_device(dones)[..., None]
         advantages = compute_gae(*chain, *criterion).flatten(0, 1)
         targets = advantages + b_values
+        targets -= targets.mean(0)
         explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
@@ -389,6 +394,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
                 losses.sum().backward()
                 optimizer.step()
         agent.update_normalizer(to_device(raw_obs).flatten(0, 1))
+        log.finite("the update gave", *agent.state_dict().values())
         update_time = time.perf_counter() - clock
 
         # Evaluation of the mean action, as in the paper, and of the policy that is constrained
@@ -451,4 +457,4 @@ if __name__ == "__main__":
     try:
         main(envs.parse(Args), envs.stop_signals())
     except OSError as error:  # a full disk, a simulator that died: no traceback needed
-        sys.exit(f"error: {error}")
+        envs.fail(error)

@@ -17,7 +17,7 @@ from envs.circle import AntCircle, PointCircle
 from envs.gather import AntGather, PointGather
 from envs.lqr import ConstrainedLQR
 from envs.render import record_gif
-from envs.runs import Log, make_pair, parse, refuse, stop_signals
+from envs.runs import Log, fail, make_pair, parse, refuse, stop_signals
 
 BATCHED = {
     task.__name__: task for task in (PointCircle, PointGather, AntCircle, AntGather, ConstrainedLQR)
@@ -92,6 +92,7 @@ __all__ = [
     "BatchEnv",
     "Log",
     "SingleEnv",
+    "fail",
     "make_pair",
     "make_vec",
     "parse",

@@ -108,6 +108,30 @@ class Free(TwoCosts):
         return obs, reward, terminated, truncated, {"cost": 0.0}
 
 
+class NoLimit(Free):
+    """Says nothing about a limit."""
+
+    cost_limit = None
+
+
+class NoPicture(Still):
+    """Claims to have pictures, which need a package that is not installed."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        import no_such_renderer  # noqa: F401
+
+
+class Picture(Still):
+    """Observes pictures."""
+
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+
 for part in ("obs", "reward", "cost", "reset", "start"):
     for name, value in (("Nan", np.nan), ("Inf", np.inf), ("Huge", 1e300)):
         gym.register(
@@ -115,3 +139,6 @@ for part in ("obs", "reward", "cost", "reset", "start"):
         )
 gym.register("Still-v0", Still, max_episode_steps=25)
 gym.register("Free-v0", Free, max_episode_steps=25)
+gym.register("NoLimit-v0", NoLimit, max_episode_steps=25)
+gym.register("NoPicture-v0", NoPicture, max_episode_steps=25)
+gym.register("Picture-v0", Picture, max_episode_steps=25)

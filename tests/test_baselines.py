@@ -1,0 +1,499 @@
+"""The five baselines: their formulas against exact answers, and what they learn on the LQR."""
+
+import csv
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize, minimize_scalar
+from test_learning import linear_policy, mean
+
+import acpo_continuous as acpo
+import atrpo_lagrangian as atrpo
+import bvf_ppo as bvf
+import cpo_continuous as cpo
+import pcpo_continuous as pcpo
+import ppo_lagrangian as ppo
+from envs.lqr import ConstrainedLQR
+
+EXACT = {"method": "SLSQP", "options": {"ftol": 1e-15, "maxiter": 500}}
+
+
+def linear_problem(rng, n=6, m=1):
+    """(H, g, A (n, m), c, delta): a random linearised problem, feasible or not."""
+    root = rng.normal(size=(n, n))
+    H = root @ root.T + 0.1 * np.eye(n)
+    A = rng.normal(size=(n, m))
+    delta = 10.0 ** rng.uniform(-4, -1)
+    reach = np.sqrt(2 * delta * np.einsum("im,ij,jm->m", A, np.linalg.inv(H), A))
+    return H, rng.normal(size=n), A, reach * rng.uniform(-1.5, 3.0, size=m), delta
+
+
+# --- PCPO -----------------------------------------------------------------------------------------
+
+
+def improve_and_project(H, g, A, c, delta, metric):
+    """The update of the script in numpy: x1 by formula, x by `project`."""
+    x1 = np.linalg.solve(H, g) * np.sqrt(2 * delta / (g @ np.linalg.solve(H, g)))
+    directions = np.linalg.solve(metric, A).T
+    x, mu = pcpo.project(
+        torch.as_tensor(x1), torch.as_tensor(directions), c + A.T @ x1, directions @ A
+    )
+    return x1, x.numpy(), mu
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("projection", ["kl", "l2"])
+def test_projection_is_the_closest_point_that_meets_the_constraints(projection, m):
+    rng = np.random.default_rng(m)
+    active = 0
+    for _ in range(60):
+        H, g, A, c, delta = linear_problem(rng, m=m)
+        if m == 2 and abs(np.corrcoef(np.linalg.solve(H, A).T)[0, 1]) > 0.9:
+            continue  # nearly parallel: 100 sweeps of coordinate ascent do not settle it
+        metric = H if projection == "kl" else np.eye(len(g))
+        x1, x, mu = improve_and_project(H, g, A, c, delta, metric)
+        L, size = np.linalg.cholesky(metric), np.sqrt(2 * delta)
+        A_w = np.linalg.solve(L, A)  # y = L'(x - x1) / size, so that |y| is the distance
+        unit = np.linalg.norm(A_w, axis=0)
+        b = (c + A.T @ x1) / (unit * size)
+        rule = {"type": "ineq", "fun": lambda y, a=A_w / unit, b=b: -(b + a.T @ y)}
+        best = minimize(
+            lambda y: 0.5 * y @ y, np.zeros(len(g)), jac=lambda y: y, constraints=rule, **EXACT
+        )
+        np.testing.assert_allclose(L.T @ (x - x1) / size, best.x, atol=2e-6)
+        assert (mu >= 0).all() and (c + A.T @ x <= 1e-6 * np.abs(c).max()).all()
+        active += (mu > 0).sum()
+    assert 20 < active < 55 * m  # both kinds were seen
+
+
+def test_kl_after_the_projection():
+    """At most delta + c^2 / (2 s) if c > 0, which is reached where g'H^-1 a = 0; else delta."""
+    rng = np.random.default_rng(3)
+    above = 0
+    for trial in range(300):
+        H, g, A, c, delta = linear_problem(rng)
+        s = (A.T @ np.linalg.solve(H, A))[0, 0]
+        if trial % 3 == 0:
+            g = g - A[:, 0] * (A[:, 0] @ np.linalg.solve(H, g)) / s
+        _, x, mu = improve_and_project(H, g, A, c, delta, H)
+        kl, bound = 0.5 * x @ H @ x, delta + max(c[0], 0.0) ** 2 / (2 * s)
+        assert kl <= bound * (1 + 1e-9)
+        if trial % 3 == 0 and c[0] > 0:
+            assert kl == pytest.approx(bound, rel=1e-9)
+        above += kl > 1.5 * delta
+    assert above > 50  # so there is no trust region in it
+
+
+def test_projection_without_a_cost_gradient_leaves_the_step():
+    x1 = torch.ones(3, dtype=torch.float64)
+    x, mu = pcpo.project(x1, torch.zeros(1, 3, dtype=torch.float64), np.ones(1), np.zeros((1, 1)))
+    assert torch.equal(x, x1) and not mu.any()
+
+
+# --- ATRPO-Lagrangian -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ell", [0.0, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_mixed_step_is_the_maximiser_within_the_radius(ell, scale):
+    """Of (1 - ell) g'x - ell [a'x + 0.5 x'Hx] on 0.5 x'Hx <= delta. [ACPO eq.23]"""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        H, g, A, _, delta = linear_problem(rng)
+        mixed = scale * ((1 - ell) * g - ell * A[:, 0])
+        Hinv = np.linalg.solve(H, mixed)
+        x = atrpo.mixed_step(torch.as_tensor(Hinv), mixed @ Hinv, ell, delta).numpy()
+        free = Hinv / ell if ell else np.full(6, np.inf)
+        if ell and 0.5 * free @ H @ free <= delta:
+            np.testing.assert_allclose(x, free, rtol=1e-12)
+        else:
+            assert 0.5 * x @ H @ x == pytest.approx(delta, rel=1e-12)
+        L, size = np.linalg.cholesky(H), np.sqrt(2 * delta)
+        slope, curve = np.linalg.solve(L, mixed), ell * size  # y = L'x / size
+        unit = np.linalg.norm(slope)
+        best = minimize(
+            lambda y, s=slope / unit, k=curve / unit: 0.5 * k * y @ y - s @ y,
+            np.zeros(6),
+            jac=lambda y, s=slope / unit, k=curve / unit: k * y - s,
+            constraints={"type": "ineq", "fun": lambda y: 1 - y @ y, "jac": lambda y: -2 * y},
+            **EXACT,
+        )
+        np.testing.assert_allclose(L.T @ x / size, best.x, atol=1e-5)
+
+
+def test_mixed_step_sees_both_cases():
+    x = torch.ones(1, dtype=torch.float64)  # H = 1, g = 1: the free maximiser is 1 / ell
+    assert atrpo.mixed_step(x, 1.0, 0.5, delta=8.0).item() == 2.0  # 0.5 * 2^2 <= 8
+    assert atrpo.mixed_step(x, 1.0, 0.5, delta=0.5).item() == 1.0  # shortened to 0.5 x^2 = 0.5
+    assert atrpo.mixed_step(0 * x, 0.0, 0.5, delta=0.5).item() == 0.0  # no gradient, no step
+
+
+@pytest.mark.parametrize("script", [atrpo, ppo])
+def test_multiplier(script):
+    update = script.update_multiplier
+    limit = np.array([0.2])
+    assert update(1.0, np.array([0.1]), limit, 0.5) == pytest.approx(1.25)  # violated by half
+    assert update(1.0, np.array([-0.1]), limit, 0.5) == pytest.approx(0.75)  # half is unused
+    assert update(0.1, np.array([-0.2]), limit, 0.5) == 0.0  # never negative
+    assert update(0.0, np.array([0.0]), limit, 0.5) == 0.0
+    for unit in (1e-3, 1e3):  # of the cost
+        got = update(1.0, unit * np.array([0.1]), unit * limit, 0.5)
+        assert got == pytest.approx(1.25)
+    two = np.array([0.2, 10.0])  # with several constraints, the one that is violated most
+    assert update(1.0, np.array([0.1, -5.0]), two, 0.5) == pytest.approx(1.25)
+    assert type(update(1.0, np.array([0.1]), limit, 0.5)) is float  # goes into the checkpoint
+
+
+# --- PPO ------------------------------------------------------------------------------------------
+
+CLIPPED = [  # ratio, A, the term of the surrogate with clip 0.2, whether it has a gradient
+    (1.0, 2.0, 2.0, True),
+    (1.1, 2.0, 2.2, True),
+    (1.5, 2.0, 2.4, False),  # enough was gained
+    (0.5, 2.0, 1.0, True),  # a loss is never clipped
+    (1.1, -2.0, -2.2, True),
+    (1.5, -2.0, -3.0, True),
+    (0.9, -2.0, -1.8, True),
+    (0.5, -2.0, -1.6, False),
+]
+
+
+@pytest.mark.parametrize("script", [ppo, bvf])
+def test_clipped_loss(script):
+    ratio, advantages, terms, counts = torch.tensor(CLIPPED, dtype=torch.float64).T
+    for i in range(len(CLIPPED)):
+        log_ratio = ratio[i : i + 1].log().requires_grad_()
+        loss = script.clipped_loss(log_ratio, advantages[i : i + 1], 0.2)
+        assert loss.item() == pytest.approx(-terms[i].item(), rel=1e-12), CLIPPED[i]
+        loss.backward()
+        wanted = -(counts[i] * ratio[i] * advantages[i]).item()
+        assert log_ratio.grad.item() == pytest.approx(wanted, rel=1e-12), CLIPPED[i]
+    together = script.clipped_loss(ratio.log(), advantages, 0.2)
+    assert together.item() == pytest.approx(-terms.mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("script", [ppo, bvf])
+def test_log_prob_is_that_of_a_normal_up_to_a_constant(script):
+    mean, actions = torch.randn(2, 10, 3).double()
+    std = torch.rand(3).double() + 0.1
+    exact = torch.distributions.Normal(mean, std).log_prob(actions).sum(-1)
+    difference = script.log_prob(mean, std, actions) - exact
+    torch.testing.assert_close(difference, torch.full((10,), 1.5 * np.log(2 * np.pi)).double())
+
+
+TINY = {"env_id": "ConstrainedLQR", "batch_size": 128, "num_envs": 8, "total_timesteps": 384}
+TINY |= {"eval_every": 0, "save_every": 0, "critic_epochs": 2, "critic_minibatch": 64}
+
+
+@pytest.mark.parametrize("script", [ppo, bvf])
+def test_an_update_starts_at_ratio_one(script, monkeypatch, tmp_path):
+    """What the minibatches see is the policy that acted: the same mean, also behind BVF's layer."""
+    seen, loss = [], script.clipped_loss
+
+    def spy(log_ratio, advantages, clip):
+        seen.append(log_ratio.detach().abs().max().item())
+        return loss(log_ratio, advantages, clip)
+
+    monkeypatch.setattr(script, "clipped_loss", spy)
+    flags = {"policy_epochs": 3, "policy_minibatch": 32, "policy_learning_rate": 1e-2, "delta": 1.0}
+    script.main(script.Args(run_dir=str(tmp_path), **TINY, **flags))
+    first = seen[:: 3 * 4]
+    assert len(seen) == 3 * 12 and len(first) == 3
+    assert max(first) < (1e-12 if script is ppo else 1e-5)  # the layer's networks are in float32
+    assert min(seen[i] for i in range(len(seen)) if i % 12) > 1e-3  # and then it moves
+
+
+# --- BVF ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.7, 0.0])
+def test_backward_returns_against_the_written_out_sum(lam):
+    """Of gamma^(k-1) C_(t-k), with B in place of what lies further back with weight 1 - lam."""
+    rng = np.random.default_rng(5)
+    T, N, gamma = 15, 4, 0.9
+    costs, values = (torch.as_tensor(x) for x in rng.random((2, T, N)))
+    starts = torch.as_tensor((rng.random((T, N)) < 0.2).astype(float))
+    got = bvf.backward_returns(costs, values, starts, gamma, lam)
+    for n in range(N):
+        for t in range(T):
+            total, weight, k = 0.0, 1.0, t
+            while k > 0 and not starts[k, n]:
+                k -= 1
+                total += weight * (costs[k, n] + gamma * (1 - lam) * values[k, n])
+                weight *= gamma * lam
+            total += weight * values[k, n]  # what lies before the batch or before a truncation
+            assert got[t, n].item() == pytest.approx(float(total), rel=1e-12)
+    assert starts[1:].any()
+
+
+def simulate_lqr(k, sigma, steps, num_envs=64):
+    """Costs (steps, num_envs) of u = -k x + sigma z, without an end."""
+    env = ConstrainedLQR(num_envs, horizon=10**9, seed=3)
+    rng, costs = np.random.default_rng(0), np.zeros((steps, num_envs))
+    obs, _ = env.reset()
+    for t in range(steps):
+        u = -k * obs + sigma * rng.normal(size=obs.shape)
+        obs, _, _, _, infos = env.step(u / env.u_max)
+        costs[t] = infos["cost"]
+    return costs
+
+
+@pytest.mark.parametrize("gamma", [0.9, 0.99])
+def test_mean_of_the_backward_value_is_the_average_cost(gamma):
+    """(1 - gamma) E[B] = J_C, here with the closed form of J_C; likewise the sums to come."""
+    k, sigma, old = 0.4, 0.3, 1000  # old: the past is long enough not to feel its start
+    costs = torch.as_tensor(simulate_lqr(k, sigma, 4000))
+    none = torch.zeros_like(costs)
+    B = (1 - gamma) * bvf.backward_returns(costs, none, none, gamma, 1.0)
+    J_C = ConstrainedLQR.evaluate(k, sigma)[1]
+    assert B[old:].mean().item() == pytest.approx(J_C, rel=0.02)
+    ahead = torch.full_like(costs[0], J_C / (1 - gamma))
+    V = (1 - gamma) * bvf.compute_gae(
+        costs, none, torch.vstack([none[1:], ahead[None]]), none, 0.0, gamma, 1.0
+    )
+    assert V[:-old].mean().item() == pytest.approx(J_C, rel=0.02)
+    assert B[old:].std() > 0.01 * J_C  # it is no constant
+
+
+def test_safety_layer_against_a_solver():
+    rng = np.random.default_rng(6)
+    moved = 0
+    for trial in range(100):
+        n = 1 + trial % 3
+        mean, m_b, gradient = rng.normal(size=(3, n))
+        slack, eta = rng.normal(), rng.choice([0.0, 0.6])
+        free = (1 - eta) * mean + eta * m_b
+        rule = {"type": "ineq", "fun": lambda m, g=gradient, b=m_b, e=slack: e - g @ (m - b)}
+        best = minimize(lambda m, f=free: ((m - f) ** 2).sum(), free, constraints=rule, **EXACT)
+        rows = [torch.as_tensor(x)[None] for x in (mean, m_b, gradient, [slack])]
+        m = bvf.safety_layer(*rows, eta, torch.full((n,), 1e9))[0].numpy()
+        np.testing.assert_allclose(m, best.x, atol=1e-5)
+        moved += np.abs(m - free).max() > 1e-3
+        # With a bound: the same way, no component further than it
+        bound = torch.as_tensor(rng.uniform(0.05, 0.5, size=n))
+        b = bvf.safety_layer(*rows, eta, bound)[0].numpy()
+        np.testing.assert_allclose(b - free, np.clip(m - free, -bound, bound), atol=1e-12)
+    assert 20 < moved < 80
+
+
+def test_safety_layer_lets_the_gradient_through():
+    """Along the constraint it moves with the network, across it stands still while it binds."""
+    mean = torch.tensor([[1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    zero, gradient = torch.zeros(1, 2).double(), torch.tensor([[2.0, 0.0]]).double()
+    m = bvf.safety_layer(
+        mean, zero, gradient, torch.tensor([[1.0]]).double(), 0.0, torch.tensor(9.0)
+    )
+    np.testing.assert_allclose(m.detach(), [[0.5, 1.0]], atol=1e-7)
+    jacobian = [torch.autograd.grad(x, mean, retain_graph=True)[0][0].tolist() for x in m[0]]
+    np.testing.assert_allclose(jacobian, [[0.0, 0.0], [0.0, 1.0]], atol=1e-7)
+
+
+def test_constraint_of_the_agent():
+    """The gradient is that of Q_C at the previous mean; the slack is 2 - B - Q_C there.
+
+    In units of the limit; the networks hold what B and Q_C have beyond the average cost.
+    """
+    torch.manual_seed(0)
+    agent = bvf.Agent(3, 2, 1, (8, 8), -0.5)
+    agent.spent.fill_(0.8)
+    with torch.no_grad():
+        for parameter in agent.frozen.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    actor, q_c, b_c = agent.frozen
+    obs = torch.randn(5, 3).double()
+    m_b, gradient, slack = agent.constraint(obs)
+    torch.testing.assert_close(m_b, actor(obs).detach())
+
+    def q(m):
+        return q_c(torch.cat([obs, m], 1).float())[:, 0].double().detach()
+
+    b = b_c(obs.float())[:, 0].double().detach()
+    torch.testing.assert_close(slack[:, 0], 2 - (0.8 + b) - (0.8 + q(m_b)))
+    for i in range(2):
+        step = 0.01 * torch.eye(2)[i].double()
+        slope = (q(m_b + step) - q(m_b - step)) / 0.02
+        torch.testing.assert_close(gradient[:, i].double(), slope, rtol=1e-3, atol=1e-3)
+    # The layer that acts uses exactly these; its own network does not enter the constraint.
+    wanted = bvf.safety_layer(agent.actor_mean(obs), m_b, gradient, slack, 0.0, agent.log_std.exp())
+    torch.testing.assert_close(agent.policy(obs)[0], wanted)
+
+
+# --- what an end is -------------------------------------------------------------------------------
+
+
+class Ends(gym.Env):
+    """The state counts the steps; episodes are truncated after 3 or terminated after 6, in turn."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    cost_limit = 0.5
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.clock, self.episodes = 0, self.episodes + 1
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.clock += 1
+        obs, odd = np.full(1, self.clock, np.float32), self.episodes % 2 == 1
+        terminated, truncated = not odd and self.clock == 6, odd and self.clock == 3
+        return obs, 1.0, terminated, truncated, {"cost": float(self.clock % 2)}
+
+
+gym.register("Ends-v0", Ends)
+
+
+@pytest.mark.parametrize("script", [cpo, pcpo, ppo, bvf, acpo, atrpo], ids=lambda s: s.__name__)
+def test_what_follows_an_end(script, monkeypatch, tmp_path):
+    """Discounted: V is 0 after a termination only; average: it is V of the reset state.
+
+    A truncation bootstraps from where the episode would have gone on, a state that the other
+    episodes pass through: V must be the same there.
+    """
+    seen, starts, gae = [], [], script.compute_gae
+
+    def spy(*args):
+        seen.append([torch.as_tensor(x).clone() for x in args[:4]])
+        return gae(*args)
+
+    def spy_backward(*args, backward=bvf.backward_returns):
+        starts.append(args[2].numpy().copy())
+        return backward(*args)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    monkeypatch.setattr(bvf, "backward_returns", spy_backward)
+    flags = TINY | {"env_id": "Ends-v0", "num_envs": 2, "batch_size": 90, "total_timesteps": 270}
+    flags |= {"critic_minibatch": 45, "critic_learning_rate": 0.05}
+    script.main(script.Args(run_dir=str(tmp_path), **flags))
+    assert len(seen) == 3
+    clock = np.resize([0, 1, 2, 0, 1, 2, 3, 4, 5], 45)  # the state of each row
+    truncated, terminated = (np.resize(np.eye(9, dtype=bool)[i], 45) for i in (2, 8))
+    average = script in (acpo, atrpo)
+    for _, values, next_values, dones in seen[1:]:  # the critics know something by then
+        V = np.array([values[clock == s].mean((0, 1)).numpy() for s in range(6)])
+        assert (np.abs(np.diff(V, axis=0)).max(1) > 1e-3).all()  # no two states are alike
+        wanted = np.full((45, 2, 2), np.nan)
+        wanted[~terminated] = V[clock[~terminated] + 1][:, None]
+        wanted[terminated] = V[0] if average else 0.0
+        np.testing.assert_allclose(next_values, wanted, rtol=1e-4, atol=1e-5)
+        ends = truncated if average else truncated | terminated
+        np.testing.assert_array_equal(dones[..., 0].numpy(), np.repeat(ends[:, None], 2, 1))
+    assert len(starts) == (3 if script is bvf else 0)
+    for begun in starts:  # of B: the past goes on through a termination
+        np.testing.assert_array_equal(begun[1:], np.repeat(truncated[:-1, None], 2, 1))
+
+
+@pytest.mark.parametrize("script", [cpo, pcpo, ppo, bvf], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("env_id", ["ConstrainedLQR", "Ends-v0"])
+def test_the_mean_of_the_discounted_value_is_solved_for(script, env_id, monkeypatch, tmp_path):
+    """The mean error r + gamma V(s') - V(s) is 0 from the first batch on, V being 0 at an end.
+
+    Learned step by step, a mean of J / (1 - gamma) would take the critics hundreds of updates.
+    """
+    seen, gae = [], script.compute_gae
+
+    def spy(signals, values, next_values, dones, rho, gamma, lam):
+        seen.append((signals + gamma * next_values - values).mean((0, 1)).numpy())
+        return gae(signals, values, next_values, dones, rho, gamma, lam)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    script.main(script.Args(run_dir=str(tmp_path), **TINY | {"env_id": env_id}))
+    assert len(seen) == 3
+    np.testing.assert_allclose(seen, 0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("script", [atrpo, ppo])
+def test_checkpoint_of_an_adaptive_run_can_be_loaded(script, tmp_path):
+    run = script.main(script.Args(run_dir=str(tmp_path), adaptive=True, **TINY))
+    state = script.load_checkpoint(run)
+    with open(f"{run}/progress.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert state["mu"] == pytest.approx(float(rows[-1]["dual/mu"])) and state["mu"] > 0.0
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+# Few critic steps, as the LQR needs no more; the policy starts at 2.2 times the limit.
+LQR = {"env_id": "ConstrainedLQR", "batch_size": 4096, "log_std_init": -1.5, "eval_every": 0}
+LQR |= {"save_every": 0, "critic_epochs": 4, "critic_minibatch": 512}
+PPO = {"policy_minibatch": 512, "policy_learning_rate": 1e-3}
+
+
+def train(script, tmp_path, **flags):
+    """(agent, rows of progress.csv) of a run on the LQR."""
+    args = script.Args(run_dir=str(tmp_path), **LQR | flags)
+    run = script.main(args)
+    agent = script.Agent(1, 1, 1, args.hidden_sizes, args.log_std_init)
+    agent.load_state_dict(torch.load(f"{run}/checkpoint.pt", weights_only=True)["agent"])
+    with open(f"{run}/progress.csv") as file:
+        return agent, list(csv.DictReader(file))
+
+
+def assert_critics_see_something(rows):
+    """Of the sums that follow, noise is most: a perfect critic explains about 0.2."""
+    assert mean(rows, "losses/explained_variance_r") > 0.1
+    assert mean(rows, "losses/explained_variance_c") > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [cpo, pcpo], ids=lambda s: s.__name__)
+def test_discounted_scripts_reach_the_constrained_optimum(script, tmp_path):
+    """A discount of 0.999 moves the optimum of a task that forgets within ten steps by < 1 %."""
+    agent, rows = train(script, tmp_path, total_timesteps=200_000)
+    k, offset, sigma = linear_policy(agent)
+    best = ConstrainedLQR.solution(limit=0.2, sigma=sigma)
+    J, J_C, _ = ConstrainedLQR.evaluate(k, sigma, offset)
+    print(f"k {k:.4f} ({best['gain']:.4f}), J {J:.4f} ({best['J']:.4f}), J_C {J_C:.4f}")
+    assert float(rows[0]["charts/avg_cost"]) > 2 * 0.2
+    assert k == pytest.approx(best["gain"], rel=0.1)
+    assert mean(rows, "charts/avg_cost") <= 0.2 * 1.05
+    assert best["J"] - 0.08 <= J
+    assert_critics_see_something(rows)
+
+
+@pytest.mark.slow
+def test_atrpo_reaches_the_optimum_of_the_mixture(tmp_path):
+    """For a fixed ell, whatever the limit: an LQR with weight ell / (1 - ell) on u^2."""
+    ell = 0.7
+    agent, rows = train(atrpo, tmp_path, total_timesteps=200_000, ell=ell)
+    k, offset, sigma = linear_policy(agent)
+
+    def loss(k, offset=0.0):
+        J, J_C, _ = ConstrainedLQR.evaluate(k, sigma, offset)
+        return -((1 - ell) * J - ell * J_C)
+
+    best = minimize_scalar(loss, bounds=(0.01, 0.89), method="bounded")
+    print(f"k {k:.4f} ({best.x:.4f}), loss {loss(k, offset):.4f} ({best.fun:.4f})")
+    assert k == pytest.approx(best.x, rel=0.15)  # the loss is flat: 10 % of k are 0.5 % of it
+    assert loss(k, offset) <= 1.02 * best.fun
+    assert mean(rows, "charts/avg_cost") > 1.1 * 0.2  # the limit is not in the objective
+    assert mean(rows, "losses/kl") <= 0.01
+    assert_critics_see_something(rows)
+
+
+@pytest.mark.slow
+def test_ppo_finds_the_multiplier(tmp_path):
+    flags = {"total_timesteps": 300_000, "adaptive": True, "multiplier_rate": 0.2}
+    agent, rows = train(ppo, tmp_path, **PPO, **flags)
+    k, offset, sigma = linear_policy(agent)
+    best = ConstrainedLQR.solution(limit=0.2, sigma=sigma)
+    mu = mean(rows, "dual/mu")
+    print(f"k {k:.4f} ({best['gain']:.4f}), mu {mu:.2f} ({best['mu'][0]:.2f})")
+    assert k == pytest.approx(best["gain"], rel=0.1)
+    assert mean(rows, "charts/avg_cost") == pytest.approx(0.2, rel=0.1)
+    assert mu == pytest.approx(best["mu"][0], rel=0.4)  # it is still on its way down
+    assert_critics_see_something(rows)
+
+
+@pytest.mark.slow
+def test_bvf_keeps_the_limit(tmp_path):
+    agent, rows = train(bvf, tmp_path, total_timesteps=200_000, **PPO)
+    cost = [float(row["charts/avg_cost"]) for row in rows]
+    print(f"cost {mean(rows, 'charts/avg_cost'):.4f}, reward {mean(rows, 'charts/avg_reward'):.4f}")
+    assert cost[0] > 2 * 0.2
+    assert mean(rows, "charts/avg_cost") <= 0.2 * 1.05
+    # u = 0 costs nothing and scores -5.3 per step; the optimum with this noise about -1.5
+    assert mean(rows, "charts/avg_reward") > -2.2
