@@ -418,9 +418,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
         # the linear model says. What violation that leaves is integrated into a tighter limit.
-        integral = np.clip(np.array(state["integral"]) + args.integral_gain * c, 0.0, limit)
-        integral *= args.hold == "integral"
+        integral = np.array(state["integral"])
         lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
+        if args.hold == "integral" and case != "recovery":  # recovery does without that model
+            integral = np.clip(integral + args.integral_gain * c, 0.0, limit)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":

@@ -196,8 +196,10 @@ def test_logged_numbers_agree_with_one_another(runs, script):
     assert (column(rows, "losses/kl") >= 0).all() and (column(rows, "losses/kl") > 0).any()
     if "dual/integral" not in NAN.get(script, ()):
         gain, integral = load(runs(script, "full"))["args"]["integral_gain"], 0.0
-        for violation, logged in zip(c, column(rows, "dual/integral"), strict=True):
-            integral = min(max(integral + gain * violation, 0.0), 0.2)
+        recovering = column(rows, "dual/case") == 2
+        for i, logged in enumerate(column(rows, "dual/integral")):
+            if not recovering[i]:
+                integral = min(max(integral + gain * c[i], 0.0), 0.2)
             assert logged == pytest.approx(integral, rel=1e-9)
         assert set(column(rows, "dual/case")) <= {0, 1, 2}
         assert (column(rows, "dual/mu") >= 0).all()
