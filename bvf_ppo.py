@@ -390,7 +390,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
                 optimizer.zero_grad()
                 (losses.sum() + q_error.square().mean() + b_error.square().mean()).backward()
                 optimizer.step()
-        agent.spent.fill_(rho_c[0] / max(limit[0], 1e-6))
+        agent.spent.copy_(rho[1] / max(limit[0], 1e-6))
         for copied, net in zip(agent.frozen, (agent.actor_mean, agent.q_c, agent.b_c), strict=True):
             copied.load_state_dict(net.state_dict())
         agent.update_normalizer(to_device(raw_obs).flatten(0, 1))
