@@ -416,7 +416,8 @@ def test_checkpoint_of_an_adaptive_run_can_be_loaded(script, tmp_path):
 
 # --- learning -------------------------------------------------------------------------------------
 
-# Few critic steps, as the LQR needs no more; the policy starts at 2.2 times the limit.
+# Few critic steps, as the LQR needs no more; the policy starts at 2.2 times the limit. Tolerances:
+# about twice the largest error of the seeds 1, 2 and 3 (docs of each script), of which 1 is run.
 LQR = {"env_id": "ConstrainedLQR", "batch_size": 4096, "log_std_init": -1.5, "eval_every": 0}
 LQR |= {"save_every": 0, "critic_epochs": 4, "critic_minibatch": 512}
 PPO = {"policy_minibatch": 512, "policy_learning_rate": 1e-3}
@@ -429,11 +430,22 @@ def train(script, tmp_path, **flags):
     agent = script.Agent(1, 1, 1, args.hidden_sizes, args.log_std_init)
     agent.load_state_dict(torch.load(f"{run}/checkpoint.pt", weights_only=True)["agent"])
     with open(f"{run}/progress.csv") as file:
-        return agent, list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    assert float(rows[0]["charts/avg_cost"]) > 2 * 0.2  # it has something to repair
+    return agent, rows
+
+
+def gain(rows, sigma):
+    """k of u = -k x + sigma z with the average reward and cost of the last 20 % of training.
+
+    J = -E x^2 and J_C = k^2 E x^2 + sigma^2. Single policies scatter by 10 % about it.
+    """
+    J, J_C = mean(rows, "charts/avg_reward"), mean(rows, "charts/avg_cost")
+    return np.sqrt((J_C - sigma**2) / -J)
 
 
 def assert_critics_see_something(rows):
-    """Of the sums that follow, noise is most: a perfect critic explains about 0.2."""
+    """Most of what follows is noise: on this task a good critic explains about 0.2 of it."""
     assert mean(rows, "losses/explained_variance_r") > 0.1
     assert mean(rows, "losses/explained_variance_c") > 0.1
 
@@ -441,16 +453,15 @@ def assert_critics_see_something(rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [cpo, pcpo], ids=lambda s: s.__name__)
 def test_discounted_scripts_reach_the_constrained_optimum(script, tmp_path):
-    """A discount of 0.999 moves the optimum of a task that forgets within ten steps by < 1 %."""
+    """A discount of 0.999 hardly moves the optimum of a task that forgets within ten steps."""
     agent, rows = train(script, tmp_path, total_timesteps=200_000)
     k, offset, sigma = linear_policy(agent)
     best = ConstrainedLQR.solution(limit=0.2, sigma=sigma)
-    J, J_C, _ = ConstrainedLQR.evaluate(k, sigma, offset)
-    print(f"k {k:.4f} ({best['gain']:.4f}), J {J:.4f} ({best['J']:.4f}), J_C {J_C:.4f}")
-    assert float(rows[0]["charts/avg_cost"]) > 2 * 0.2
-    assert k == pytest.approx(best["gain"], rel=0.1)
-    assert mean(rows, "charts/avg_cost") <= 0.2 * 1.05
-    assert best["J"] - 0.08 <= J
+    print(f"k {k:.4f}, average {gain(rows, sigma):.4f} ({best['gain']:.4f})")
+    assert gain(rows, sigma) == pytest.approx(best["gain"], rel=0.05)
+    assert k == pytest.approx(best["gain"], rel=0.2) and abs(offset) < 0.15
+    assert mean(rows, "charts/avg_cost") == pytest.approx(0.2, rel=0.05)
+    assert mean(rows, "charts/avg_reward") == pytest.approx(best["J"], rel=0.05)
     assert_critics_see_something(rows)
 
 
@@ -461,14 +472,17 @@ def test_atrpo_reaches_the_optimum_of_the_mixture(tmp_path):
     agent, rows = train(atrpo, tmp_path, total_timesteps=200_000, ell=ell)
     k, offset, sigma = linear_policy(agent)
 
-    def loss(k, offset=0.0):
-        J, J_C, _ = ConstrainedLQR.evaluate(k, sigma, offset)
+    def loss(J, J_C, *_):
         return -((1 - ell) * J - ell * J_C)
 
-    best = minimize_scalar(loss, bounds=(0.01, 0.89), method="bounded")
-    print(f"k {k:.4f} ({best.x:.4f}), loss {loss(k, offset):.4f} ({best.fun:.4f})")
-    assert k == pytest.approx(best.x, rel=0.15)  # the loss is flat: 10 % of k are 0.5 % of it
-    assert loss(k, offset) <= 1.02 * best.fun
+    best = minimize_scalar(
+        lambda k: loss(*ConstrainedLQR.evaluate(k, sigma)), bounds=(0.01, 0.89), method="bounded"
+    )
+    got = loss(mean(rows, "charts/avg_reward"), mean(rows, "charts/avg_cost"))
+    print(f"k {k:.4f}, average {gain(rows, sigma):.4f} ({best.x:.4f}), loss {got / best.fun:.4f}")
+    assert gain(rows, sigma) == pytest.approx(best.x, rel=0.15)  # 10 % of k are 0.5 % of the loss:
+    assert got == pytest.approx(best.fun, rel=0.04)
+    assert abs(offset) < 0.15
     assert mean(rows, "charts/avg_cost") > 1.1 * 0.2  # the limit is not in the objective
     assert mean(rows, "losses/kl") <= 0.01
     assert_critics_see_something(rows)
@@ -476,24 +490,24 @@ def test_atrpo_reaches_the_optimum_of_the_mixture(tmp_path):
 
 @pytest.mark.slow
 def test_ppo_finds_the_multiplier(tmp_path):
-    flags = {"total_timesteps": 300_000, "adaptive": True, "multiplier_rate": 0.2}
+    flags = {"total_timesteps": 400_000, "adaptive": True, "multiplier_rate": 0.2}
     agent, rows = train(ppo, tmp_path, **PPO, **flags)
     k, offset, sigma = linear_policy(agent)
     best = ConstrainedLQR.solution(limit=0.2, sigma=sigma)
     mu = mean(rows, "dual/mu")
-    print(f"k {k:.4f} ({best['gain']:.4f}), mu {mu:.2f} ({best['mu'][0]:.2f})")
-    assert k == pytest.approx(best["gain"], rel=0.1)
-    assert mean(rows, "charts/avg_cost") == pytest.approx(0.2, rel=0.1)
-    assert mu == pytest.approx(best["mu"][0], rel=0.4)  # it is still on its way down
+    print(f"k {k:.4f}, average {gain(rows, sigma):.4f} ({best['gain']:.4f}), mu {mu:.2f}")
+    assert gain(rows, sigma) == pytest.approx(best["gain"], rel=0.1)
+    assert mean(rows, "charts/avg_cost") == pytest.approx(0.2, rel=0.15)
+    assert mu == pytest.approx(
+        best["mu"][0], rel=0.5
+    )  # 3.2; with the limit met, it stands nearly still
     assert_critics_see_something(rows)
 
 
 @pytest.mark.slow
 def test_bvf_keeps_the_limit(tmp_path):
     agent, rows = train(bvf, tmp_path, total_timesteps=200_000, **PPO)
-    cost = [float(row["charts/avg_cost"]) for row in rows]
-    print(f"cost {mean(rows, 'charts/avg_cost'):.4f}, reward {mean(rows, 'charts/avg_reward'):.4f}")
-    assert cost[0] > 2 * 0.2
-    assert mean(rows, "charts/avg_cost") <= 0.2 * 1.05
-    # u = 0 costs nothing and scores -5.3 per step; the optimum with this noise about -1.5
-    assert mean(rows, "charts/avg_reward") > -2.2
+    J, J_C = mean(rows, "charts/avg_reward"), mean(rows, "charts/avg_cost")
+    print(f"reward {J:.4f}, cost {J_C:.4f}")
+    assert 0.2 * 0.7 <= J_C <= 0.2 * 1.05
+    assert J > -2.2  # u = 0 costs nothing and scores -5.3; the optimum with this noise about -1.5

@@ -92,9 +92,10 @@ def test_actions_are_clipped_and_shapes_checked(env_id):
 
 
 def test_bad_arguments():
-    for kwargs in ({"num_envs": 0}, {"num_envs": 1, "horizon": 0}):
-        with pytest.raises(ValueError, match="must be >= 1"):
-            envs.make_vec("PointCircle", **kwargs)
+    with pytest.raises(ValueError, match="num_envs must be >= 0, got -1"):
+        envs.make_vec("PointCircle", -1)
+    with pytest.raises(ValueError, match="must be >= 1"):
+        envs.make_vec("PointCircle", 1, horizon=0)
     with pytest.raises(ValueError, match="render_mode"):
         envs.make_vec("PointCircle", 1, render_mode="human")
     with pytest.raises(ValueError, match="not a state of PointCircle"):
@@ -781,10 +782,8 @@ def test_our_own_single_envs_also_work_through_the_adapter():
 
 
 def test_an_env_without_cost_gives_one_clear_error():
-    env = envs.make_vec("Pendulum-v1", 1, seed=0)
-    env.reset()
     with pytest.raises(ValueError, match="Pendulum-v1 puts no 'cost' into info"):
-        env.step(np.zeros((1, 1)))
+        envs.make_vec("Pendulum-v1", 1, seed=0)
     with pytest.raises(ValueError, match="action space Discrete"):
         envs.make_vec("CartPole-v1", 1)
 
@@ -795,8 +794,14 @@ def test_an_unknown_id_suggests_near_names():
             envs.make_vec(wrong, 1)
     with pytest.raises(ValueError, match="unknown environment 'no_such_package:Thing'"):
         envs.make_vec("no_such_package:Thing", 1)
-    with pytest.raises(ValueError, match="num_envs"):
-        envs.make_vec("AntCircle", 0)
+
+
+def test_the_environment_recommends_how_many_and_how_long():
+    for env_id in IDS:
+        env = envs.make_vec(env_id)
+        assert env.num_envs == env.recommended_num_envs == 64 and env.num_costs == 1
+        assert env.recommended_timesteps >= 400_000
+    assert envs.make_vec("ConstrainedLQR", 2, second_limit=0.4).num_costs == 2
 
 
 # ConstrainedLQR
