@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ RANGES = {  # what a flag may be, in whichever script it is
     "recovery_t ell safety_eta": (0, 1),
 }
 BATCH_RULE = "must be a multiple, 2 or more, of the {} environments"
+RAISED_BY_OTHERS = TypeError, AttributeError, AssertionError, RuntimeError  # when they are made
 FREE = {"resume", "total_timesteps", "eval_every", "eval_episodes", "eval_steps", "save_every"}
 FREE |= {"capture_video", "track", "run_dir", "device"}  # what a resumed run may change
 
@@ -50,6 +52,10 @@ def fail(text) -> NoReturn:
         bar.close()
     print(f"error: {text}", file=sys.stderr)
     sys.exit(1)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def parse(Args: type) -> Any:
@@ -93,14 +99,14 @@ def check(args) -> None:
     if args.total_timesteps and args.total_timesteps < args.batch_size:
         why = f"must be at least --batch-size {args.batch_size}, or 0: the task's own"
         refuse("total_timesteps", args.total_timesteps, why)
-    if min(args.hidden_sizes, default=1) < 1:
-        refuse("hidden_sizes", args.hidden_sizes, "must all be >= 1")
+    if not all(1 <= size <= 4096 for size in args.hidden_sizes):
+        refuse("hidden_sizes", args.hidden_sizes, "must all be in [1, 4096]")
     if args.num_envs and (args.batch_size % args.num_envs or args.batch_size < 2 * args.num_envs):
         refuse("batch_size", args.batch_size, BATCH_RULE.format(args.num_envs))
     try:
         torch.zeros(1, dtype=torch.float64, device=args.device).cpu()
     except (RuntimeError, AssertionError, TypeError) as error:
-        refuse("device", args.device, str(error).splitlines()[0])
+        refuse("device", args.device, first_line(error))
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("track", True, "needs Weights & Biases: pip install wandb")
 
@@ -118,8 +124,8 @@ def make_pair(args):
         env = make_vec(args.env_id, args.num_envs, seed=seed, stagger=True)
         rows = min(args.eval_episodes, env.recommended_num_envs)
         eval_env = make_vec(args.env_id, rows, seed=seed + 500_000)
-    except (ValueError, ImportError, gym.error.Error) as error:
-        refuse("env_id", args.env_id, str(error).splitlines()[0])
+    except (ValueError, ImportError, gym.error.Error, *RAISED_BY_OTHERS) as error:
+        refuse("env_id", args.env_id, first_line(error))
     args.total_timesteps = args.total_timesteps or max(env.recommended_timesteps, args.batch_size)
     own = () if env.cost_limit is None else env.cost_limit
     limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
@@ -142,8 +148,7 @@ def check_pictures(env_id: str) -> None:
         np.asarray(env.render()[0]).reshape(-1)[0] + 0
         env.close()
     except Exception as error:  # whatever a renderer of somebody else's raises
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        refuse("capture_video", True, f"{env_id} gives no pictures ({text})")
+        refuse("capture_video", True, f"{env_id} gives no pictures ({first_line(error)})")
 
 
 def stop_signals() -> list[int]:
@@ -152,6 +157,12 @@ def stop_signals() -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
     return stop
+
+
+def unless_full(failed) -> None:
+    """The hook of threads: what TensorBoard's cannot write, flush() raises again in ours."""
+    if not issubclass(failed.exc_type, OSError):
+        threading.__excepthook__(failed)
 
 
 class Log:
@@ -178,6 +189,9 @@ class Log:
 
     def same_flags(self, stored: dict) -> None:
         """Refuse to go on with a checkpoint that was made with other flags."""
+        ours = {field.name for field in dataclasses.fields(self.args)}
+        if not isinstance(stored, dict) or stored.keys() - ours:
+            refuse("resume", self.folder, f"its checkpoint is none of {self.script}.py")
         for name, value in stored.items():
             if name not in FREE and value != getattr(self.args, name):
                 why = f"the checkpoint in {self.folder} was made with {value}"
@@ -186,12 +200,20 @@ class Log:
     def begin(self, iteration: int, seconds: float) -> None:
         """Drop what a stopped run logged after `iteration`, which will be done again; open."""
         lines = []
-        if iteration:
-            with open(self.progress) as file:
-                lines = file.readlines()[: iteration + 1]
-        with open(f"{self.progress}.tmp", "w") as file:
-            file.writelines(lines)
-        os.replace(f"{self.progress}.tmp", self.progress)
+        try:
+            if iteration:
+                with open(self.progress) as file:
+                    lines = [line for line in file.readlines()[: iteration + 1] if line[-1] == "\n"]
+                if len(lines) <= iteration:
+                    why = f"its checkpoint is at row {iteration} of progress.csv, which ends before"
+                    refuse("resume", self.folder, why)
+            with open(f"{self.progress}.tmp", "w") as file:
+                file.writelines(lines)
+            os.replace(f"{self.progress}.tmp", self.progress)
+        except OSError as error:
+            if not self.args.resume:
+                raise
+            refuse("resume", self.folder, f"cannot rewrite progress.csv ({error.strerror})")
         if self.args.track:
             import wandb
 
@@ -200,6 +222,8 @@ class Log:
             wandb.init(project="acpo", name=name, config=config, sync_tensorboard=True)
         size = self.args.batch_size
         total, step = self.args.total_timesteps // size * size, iteration * size
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = unless_full
         self.writer = SummaryWriter(self.folder, purge_step=step + 1 if self.args.resume else None)
         self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
         self.seconds, self.started = seconds, time.perf_counter() - seconds
@@ -212,10 +236,12 @@ class Log:
             if file.tell() == 0:
                 print("global_step", *row, sep=",", file=file)
             print(step, *(float(value) for value in row.values()), sep=",", file=file)
+            file.flush()
+            os.fsync(file.fileno())  # the checkpoint, which is synced, must never be ahead of it
         for tag, value in row.items():
             if not math.isnan(value):
                 self.writer.add_scalar(tag, value, step)
-        self.writer.flush()  # a checkpoint must never be ahead of what is logged
+        self.writer.flush()
         reward, cost, limit = (row[f"charts/{x}"] for x in ("avg_reward", "avg_cost", "cost_limit"))
         shown = f"reward {reward:.4g}, cost {cost:.4g} (limit {limit:.4g})"
         self.bar.set_postfix_str(shown, refresh=False)
