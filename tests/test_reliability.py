@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -48,25 +49,38 @@ LQR |= {"eval_every": 2, "eval_episodes": 2, "eval_steps": 20}
 LQR |= {"total_timesteps": BATCH * ITERATIONS}
 ANT = LQR | {"env_id": "AntCircle", "total_timesteps": BATCH * 6}
 GRID = LQR | {"env_id": "Grid", "batch_size": 32, "num_envs": 2, "total_timesteps": 32 * 6}
-TASKS = [(script, "LQR", LQR) for script in SCRIPTS]
-TASKS += [(SCRIPTS[0], "AntCircle", ANT), (SCRIPTS[0], "Grid", GRID)]
+TASKS = [
+    (script, task, flags)
+    for task, flags in (("LQR", LQR), ("AntCircle", ANT), ("Grid", GRID))
+    for script in SCRIPTS
+]
+FEWER = [task for task in TASKS if task[0] == SCRIPTS[0] or task[1] == "LQR"]
 THIRD_PARTY = "tests.thirdparty_env:"
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
-every_task = pytest.mark.parametrize(
-    ("script", "task", "flags"), TASKS, ids=[f"{script}-{task}" for script, task, _ in TASKS]
-)
+
+
+def with_tasks(tasks: list[tuple]):
+    ids = [f"{script}-{task}" for script, task, _ in tasks]
+    return pytest.mark.parametrize(("script", "task", "flags"), tasks, ids=ids)
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """(script, task) -> folder of a run that nobody interrupted; two at a time."""
+    """(script, task) -> folder of a run that nobody interrupted, made when it is first asked for.
+
+    Those of the LQR, which most tests need, are made ahead, two at a time.
+    """
+    flags = {(script, task): flags for script, task, flags in TASKS}
+
+    @cache
+    def start(script: str, task: str):
+        return pool.submit(finish, script, tmp_path_factory.mktemp(task), **flags[script, task])
+
     with ThreadPoolExecutor(2) as pool:
-        jobs = {
-            (script, task): pool.submit(finish, script, tmp_path_factory.mktemp(task), **flags)
-            for script, task, flags in TASKS
-        }
-        yield lambda script, task="LQR": jobs[script, task].result()
+        for script in SCRIPTS:
+            start(script, "LQR")
+        yield lambda script, task="LQR": start(script, task).result()
 
 
 @pytest.fixture
@@ -105,7 +119,8 @@ def assert_refused(done: Done, *texts: str) -> None:
 # --- killed ---------------------------------------------------------------------------------------
 
 # Python that the run executes first, and the iterations that are saved when it dies. Each run
-# goes on with the one before, so its first save is not its first iteration.
+# goes on with the one before, so its first save is not its first iteration. An iteration syncs two
+# files: progress.csv, then the checkpoint.
 SLOW_TENSORBOARD = """
 import time
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -119,7 +134,8 @@ DEATHS = {
         "kill_at(builtins, 'print', 2, 'progress.csv', half)",
         0,
     ),
-    "before the first checkpoint": ("import os; kill_at(os, 'fsync', 1)", 0),
+    "before the first row is synced": ("import os; kill_at(os, 'fsync', 1)", 0),
+    "before the first checkpoint is synced": ("import os; kill_at(os, 'fsync', 2)", 0),
     "half of a row": (
         "import builtins\n"
         "half = lambda *row, file, **_: (file.write('64,1.0,2'), file.flush())\n"
@@ -138,9 +154,10 @@ DEATHS = {
         1,
     ),
     "half of a checkpoint": (
-        "import os; kill_at(os, 'fsync', 2, first=lambda file: os.ftruncate(file, 9000))",
+        "import os; kill_at(os, 'fsync', 4, first=lambda file: os.ftruncate(file, 9000))",
         1,
     ),
+    "before progress.csv is cut": ("import os; kill_at(os, 'replace', 1, 'progress.csv')", 0),
     "before the old checkpoint is moved": ("import os; kill_at(os, 'replace', 2, 'prev')", 1),
     "between the two renames": ("import os; kill_at(os, 'replace', 2, 'checkpoint.tmp')", 1),
     "right after the checkpoint, TensorBoard being slow": (
@@ -173,7 +190,7 @@ def test_killed_at_every_kind_of_moment(full, script, tmp_path):
     assert_as_if_nothing_had_happened(folder, full(script))
 
 
-@every_task
+@with_tasks(TASKS)
 def test_killed_at_random_moments(full, script, task, flags, tmp_path):
     reference = read(full(script, task))
     seconds = sum(column(reference, f"time/{part}").sum() for part in ("rollout", "update", "eval"))
@@ -282,7 +299,7 @@ def test_run_without_a_checkpoint_starts_anew(full, copy, script):
 # --- told to stop ---------------------------------------------------------------------------------
 
 
-@every_task
+@with_tasks(FEWER)
 def test_stopped_by_ctrl_c_and_by_sigterm(full, script, task, flags, tmp_path):
     """Each ends the iteration, saves it, says how to go on, and does so twice in one run."""
     line = words(script, tmp_path, **flags)
@@ -301,6 +318,62 @@ def test_stopped_by_ctrl_c_and_by_sigterm(full, script, task, flags, tmp_path):
     assert_as_if_nothing_had_happened(folder, full(script, task))
 
 
+SIGNAL = """
+import os, signal
+real, calls = os.{name}, []
+def call(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == {number}:
+        os.kill(os.getpid(), signal.{signal})
+    return real(*args, **kwargs)
+os.{name} = call
+"""
+# The call that the signal comes in, and the iteration that is then the last
+MOMENTS = {
+    "before there is a folder": (SIGNAL.format(name="makedirs", number=1, signal="SIGINT"), 1),
+    "while a row is written": (SIGNAL.format(name="fsync", number=3, signal="SIGTERM"), 2),
+    "while a checkpoint is written": (SIGNAL.format(name="fsync", number=4, signal="SIGINT"), 2),
+    "in the last iteration": (
+        SIGNAL.format(name="fsync", number=2 * ITERATIONS, signal="SIGTERM"),
+        ITERATIONS,
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_stopped_at_a_known_moment(full, moment, tmp_path):
+    script, (before, saved) = SCRIPTS[0], MOMENTS[moment]
+    done = run(words(script, tmp_path, **LQR), before=before)
+    folder = folder_in(tmp_path)
+    assert done.returncode == (130 if "SIGINT" in before else 143), done.stderr[-1000:]
+    assert done.stdout == f"stopped; go on with: python {script}.py --resume {folder}\n"
+    assert done.errors == [] and load(folder)["iteration"] == len(read(folder)) == saved
+    resume(script, folder)
+    assert (folder / "curves.png").exists()
+    assert_as_if_nothing_had_happened(folder, full(script))
+
+
+# --- a simulator that dies ------------------------------------------------------------------------
+
+
+@every_script
+def test_killed_sumo_worker_ends_the_run_in_one_line(full, script, tmp_path):
+    """No traceback, no process left; the run goes on from its checkpoint."""
+    process = Forked(words(script, tmp_path, **GRID))
+    wait_for(partial(has_rows, tmp_path, 2, process), "two rows")  # one is saved, or both
+    workers = children_of(process.pid)
+    assert len(workers) == GRID["num_envs"]
+    os.kill(workers[1], signal.SIGKILL)
+    done = process.wait()
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.errors == ["error: a SUMO worker process died: worker 1 (exit code -9)"]
+    wait_for(partial(all_gone, workers), "the end of the other worker")
+    folder = folder_in(tmp_path)
+    assert 1 <= saved_iteration(folder) < len(read(full(script, "Grid")))
+    resume(script, folder)
+    assert_as_if_nothing_had_happened(folder, full(script, "Grid"))
+
+
 # --- a full disk ----------------------------------------------------------------------------------
 
 
@@ -317,20 +390,31 @@ def test_disk_is_full_at_the_first_checkpoint(full, script, tmp_path):
     assert_as_if_nothing_had_happened(folder, full(script))
 
 
-@every_script
-def test_disk_is_full_later(full, script, tmp_path):
-    """The checkpoint before stays, and the run goes on from it once there is room."""
-    before = """
+FULL = """
 import errno, os
-real, calls = os.fsync, []
-def fsync(file):
-    calls.append(file)
-    if len(calls) == 4:
+{more}
+def full(*args):
+    global calls
+    calls += 1
+    if calls == {number}:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    real(file)
-os.fsync = fsync
+    return real(*args)
+real, calls, {place} = {place}, 0, full
 """
-    done = run(words(script, tmp_path, **LQR), before=before)
+RECORDS = "from tensorboard.summary.writer.record_writer import RecordWriter"
+FULL = {  # the file that there is no room for, in the fourth iteration
+    "checkpoint": FULL.format(place="os.fsync", number=8, more=""),
+    "progress.csv": FULL.format(place="os.fsync", number=7, more=""),
+    "TensorBoard": FULL.format(place="RecordWriter.write", number=120, more=RECORDS),
+}
+CASES = [(script, "checkpoint") for script in SCRIPTS]
+CASES += [(SCRIPTS[0], "progress.csv"), (SCRIPTS[0], "TensorBoard")]
+
+
+@pytest.mark.parametrize(("script", "file"), CASES)
+def test_disk_is_full_later(full, script, file, tmp_path):
+    """The checkpoint before stays, and the run goes on from it once there is room."""
+    done = run(words(script, tmp_path, **LQR), before=FULL[file])
     assert done.returncode == 1 and done.errors == ["error: [Errno 28] No space left on device"]
     folder = folder_in(tmp_path)
     assert load(folder)["iteration"] == 3
@@ -351,6 +435,19 @@ def test_disk_is_full_at_the_start(monkeypatch, capsys, tmp_path):
 
 # --- bad input ------------------------------------------------------------------------------------
 
+
+def register_one_that_raises(error: type) -> None:
+    """An environment that cannot be made."""
+
+    def make():
+        raise error("its own words") if error is not AssertionError else error
+
+    gym.register(f"Raises-{error.__name__}-v0", make)
+
+
+for error in (TypeError, AttributeError, AssertionError, RuntimeError):
+    register_one_that_raises(error)
+
 # (flag, value, further flags, what the line must say)
 BAD = [
     ("env_id", "PointCircel", {}, "PointCircle"),
@@ -365,6 +462,11 @@ BAD = [
     ("env_id", "FrozenLake-v1", {"cost_limit": 0.1}, "Discrete(16)"),
     ("env_id", THIRD_PARTY + "Picture-v0", {}, "flat Box"),
     ("env_id", "CarRacing-v3", {}, "Box2D"),  # not installed
+    ("env_id", "..a:x", {}, "import"),
+    ("env_id", "Raises-TypeError-v0", {}, "its own words"),
+    ("env_id", "Raises-AttributeError-v0", {}, "its own words"),
+    ("env_id", "Raises-AssertionError-v0", {}, "AssertionError"),  # it says nothing
+    ("env_id", "Raises-RuntimeError-v0", {}, "its own words"),
     ("cost_limit", -1.0, {}, "1 finite"),
     ("cost_limit", "nan", {}, "1 finite"),
     ("cost_limit", "inf", {}, "1 finite"),
@@ -379,8 +481,9 @@ BAD = [
     ("num_envs", 10**9, {}, "[0, "),
     ("total_timesteps", BATCH - 1, {}, "--batch-size 64"),
     ("total_timesteps", -1, {}, "--batch-size 64"),
-    ("hidden_sizes", 0, {}, ">= 1"),
-    ("hidden_sizes", [64, -4], {}, ">= 1"),
+    ("hidden_sizes", 0, {}, "[1, 4096]"),
+    ("hidden_sizes", [64, -4], {}, "[1, 4096]"),
+    ("hidden_sizes", 10**9, {}, "[1, 4096]"),
     ("delta", 0.0, {}, "[1e-12, 1]"),
     ("delta", -0.01, {}, "[1e-12, 1]"),
     ("delta", "inf", {}, "[1e-12, 1]"),
@@ -596,6 +699,52 @@ def test_run_of_another_script_is_refused(copy, script, monkeypatch, capsys):
     other = SCRIPTS[SCRIPTS.index(script) - 1]
     done = in_process(script, words(script, None, resume=copy(other)), monkeypatch, capsys)
     assert_refused(done, "--resume")
+
+
+@every_script
+def test_checkpoint_of_another_script_is_refused(full, copy, script, monkeypatch, capsys):
+    """In the folder of this one, by its side the right args.json."""
+    folder = copy(script)
+    for other in SCRIPTS:
+        if other != script:
+            shutil.copy(full(other) / "checkpoint.pt", folder)
+            done = in_process(script, words(script, None, resume=folder), monkeypatch, capsys)
+            assert_refused(done)
+
+
+def cut_rows(rows: float):
+    """Keep so many rows of progress.csv."""
+
+    def apply(path: Path):
+        lines = path.read_text().splitlines(keepends=True)
+        half = lines[int(rows) + 1][:300] if rows % 1 else ""
+        path.write_text("".join(lines[: int(rows) + 1]) + half)
+
+    return apply
+
+
+LOGS = {
+    "no log": (Path.unlink, "No such file"),
+    "an empty log": (cut(0.0), f"row {ITERATIONS} of progress.csv"),
+    "a row less": (cut_rows(ITERATIONS - 1), f"row {ITERATIONS} of progress.csv"),
+    "half a row less": (cut_rows(ITERATIONS - 0.5), f"row {ITERATIONS} of progress.csv"),
+    "no room beside it": (
+        lambda path: path.with_name("progress.csv.tmp").mkdir(),
+        "Is a directory",  # as good as read-only, which the superuser would not notice
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_resume_with_a_log_that_is_cut_is_refused(copy, kind, monkeypatch, capsys):
+    """No iteration may be missing in progress.csv, and none is silently."""
+    script, (change, text) = SCRIPTS[0], LOGS[kind]
+    folder = copy(script)
+    change(folder / "progress.csv")
+    kept = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    line = words(script, None, resume=folder, total_timesteps=BATCH * (ITERATIONS + 1))
+    assert_refused(in_process(script, line, monkeypatch, capsys), "--resume", folder, text)
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
 
 
 @every_script
