@@ -190,7 +190,7 @@ class Log:
     def same_flags(self, stored: dict) -> None:
         """Refuse to go on with a checkpoint that was made with other flags."""
         ours = {field.name for field in dataclasses.fields(self.args)}
-        if not isinstance(stored, dict) or stored.keys() - ours:
+        if not isinstance(stored, dict) or not {"seed"} <= stored.keys() <= ours:
             refuse("resume", self.folder, f"its checkpoint is none of {self.script}.py")
         for name, value in stored.items():
             if name not in FREE and value != getattr(self.args, name):
