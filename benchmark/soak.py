@@ -1,10 +1,12 @@
 """A long training per task: does it leak memory, file handles or processes, does it get slower?
 
     python benchmark/soak.py                                     # 1e6 steps of each task
-    python benchmark/soak.py --envs PointCircle --steps 100_000
+    python benchmark/soak.py --envs PointCircle --steps 200_000
+    python benchmark/soak.py --envs Grid --num-envs 2            # SUMO in worker processes
 
 The script runs as a process of its own; whenever a row is added to its progress.csv, /proc tells
-how much memory (resident, children included), how many open files and how many children it has.
+how much memory (resident), how many open files (both with its children) and how many children it
+has.
 What it has after a tenth of the run is compared with the last tenth. Exit code 1 if a bound is
 broken. The bound on speed is on steps per CPU second, which other work on the machine does not
 change; steps per second of both tenths are printed too. Linux only.
@@ -51,15 +53,15 @@ def family(pid: int) -> list[int]:
 
 
 def sample(pid: int, step: int) -> Sample:
-    pids, cpu, memory = family(pid), 0.0, 0
+    pids, cpu, memory, files = family(pid), 0.0, 0, 0
     for one in pids:
         try:
             numbers = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()
             memory += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE
-        except OSError:
+            files += len(os.listdir(f"/proc/{one}/fd"))
+        except OSError:  # it has just ended
             continue
         cpu += sum(map(int, numbers[11:15])) / TICKS  # utime, stime, cutime, cstime
-    files = len(os.listdir(f"/proc/{pid}/fd"))
     return Sample(step, time.monotonic(), cpu, memory, files, len(pids) - 1)
 
 
@@ -71,11 +73,11 @@ def last_step(where: Path) -> int:
     return 0
 
 
-def soak(script: str, env_id: str, steps: int, batch: int) -> list[Sample]:
+def soak(script: str, env_id: str, steps: int, batch: int, num_envs: int) -> list[Sample]:
     """Train, and take a sample after every iteration but the last, which the summary follows."""
     often = max(1, steps // batch // 20)  # evaluations: the first well before the first tenth ends
     flags = {"env-id": env_id, "total-timesteps": steps, "batch-size": batch, "eval-every": often}
-    flags |= {"eval-episodes": 2, "eval-steps": 200}
+    flags |= {"eval-episodes": 2, "eval-steps": 200, "num-envs": num_envs}
     samples = []
     with tempfile.TemporaryDirectory() as where:
         words = [sys.executable, str(ROOT / f"{script}.py"), "--run-dir", where]
@@ -99,7 +101,7 @@ def judge(samples: list[Sample], steps: int) -> tuple[dict, list[str]]:
     """(numbers for the table, the bounds that are broken)."""
     tenths = [[s for s in samples if low <= s.step / steps < low + 0.1] for low in (0.0, 0.1, 0.9)]
     if min(map(len, tenths)) < 2:
-        sys.exit("too few iterations for tenths: more --steps or a smaller --batch-size")
+        sys.exit("too few samples for tenths: more --steps or a smaller --batch-size")
     first, early, late = tenths
     # Files are opened and closed all the time: the fewest that were open are those that stay.
     memory = early[0].memory, late[-1].memory
@@ -131,11 +133,14 @@ def main() -> None:
     parser.add_argument("--envs", nargs="+", default=tasks)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--batch-size", type=int, default=4096)
+    parser.add_argument("--num-envs", type=int, default=0, help="0: what the task recommends")
     parser.add_argument("--out", help="a CSV file for the table")
     args = parser.parse_args()
+    if args.steps < 40 * args.batch_size:  # four samples a tenth
+        parser.error(f"--steps {args.steps}: must be at least 40 times --batch-size")
     table, verdicts = [], []
     for env_id in args.envs:
-        samples = soak(args.script, env_id, args.steps, args.batch_size)
+        samples = soak(args.script, env_id, args.steps, args.batch_size, args.num_envs)
         row, broken = judge(samples, args.steps)
         verdicts += broken
         table.append({"task": env_id, "steps": args.steps, **row})

@@ -1,6 +1,7 @@
 """What docs/reliability.md promises: killed, stopped, misled, and fed with bad numbers."""
 
 import contextlib
+import csv
 import dataclasses
 import errno
 import importlib
@@ -67,20 +68,14 @@ def with_tasks(tasks: list[tuple]):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """(script, task) -> folder of a run that nobody interrupted, made when it is first asked for.
-
-    Those of the LQR, which most tests need, are made ahead, two at a time.
-    """
+    """(script, task) -> folder of a run that nobody interrupted, made when first asked for."""
     flags = {(script, task): flags for script, task, flags in TASKS}
 
     @cache
-    def start(script: str, task: str):
-        return pool.submit(finish, script, tmp_path_factory.mktemp(task), **flags[script, task])
+    def make(script: str, task: str) -> Path:
+        return finish(script, tmp_path_factory.mktemp(task), **flags[script, task])
 
-    with ThreadPoolExecutor(2) as pool:
-        for script in SCRIPTS:
-            start(script, "LQR")
-        yield lambda script, task="LQR": start(script, task).result()
+    return lambda script, task="LQR": make(script, task)
 
 
 @pytest.fixture
@@ -869,15 +864,43 @@ def test_soak_finds_what_grows():
 
 
 def test_soak_reads_what_a_process_has():
-    """This process: what it allocates, opens and starts is counted."""
+    """This process: what it allocates, opens and starts is counted, and what its child opens."""
     before = soak.sample(os.getpid(), 7)
     held = [bytearray(b"x" * 50_000_000), open(os.devnull)]  # noqa: SIM115
-    with subprocess.Popen(["sleep", "60"]) as child:
-        after = soak.sample(os.getpid(), 8)
-        assert child.pid in soak.family(os.getpid())
-        child.kill()
-    held.pop().close()
+    after = soak.sample(os.getpid(), 8)
     assert (before.step, after.step) == (7, 8)
     assert after.memory - before.memory > 40_000_000
-    assert after.files == before.files + 1 and after.children == before.children + 1
+    assert after.files == before.files + 1 and after.children == before.children
     assert after.cpu >= before.cpu > 0.0 and after.clock > before.clock
+    code = "import sys; files = [open('/dev/null') for _ in range(50)]; print(); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
+        child.stdout.readline()
+        later = soak.sample(os.getpid(), 9)
+        assert child.pid in soak.family(os.getpid())
+        child.stdin.close()
+    assert later.children == after.children + 1 and later.files > after.files + 50
+    assert later.memory - after.memory > 1_000_000
+    held.pop().close()
+
+
+def test_soak_of_a_short_run(tmp_path):
+    """The whole of it, on the fastest task; a process that has ended counts nothing."""
+    words = ["--envs", "ConstrainedLQR", "--steps", "5120", "--batch-size", "128"]
+    words += ["--out", str(tmp_path / "table.csv")]
+    done = subprocess.run(
+        [sys.executable, soak.__file__, *words], capture_output=True, text=True, timeout=600
+    )
+    assert done.stderr == "" and done.stdout.count("\n") == 3, done.stderr
+    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    assert row["task"] == "ConstrainedLQR" and row["steps"] == "5120"
+    assert 100 < float(row["MB at 10 %"]) < 2000 and row["children"] == "0 0"
+    assert done.returncode == (0 if row["broken"] == "nothing" else 1)
+    gone = soak.sample(2**30, 1)
+    assert (gone.memory, gone.files, gone.children) == (0, 0, 0)
+
+
+def test_soak_refuses_what_is_too_short_to_judge():
+    words = ["--steps", "100000", "--batch-size", "4096"]
+    done = subprocess.run([sys.executable, soak.__file__, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "40 times --batch-size" in done.stderr
