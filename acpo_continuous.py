@@ -45,9 +45,9 @@ class Args:
     cost_limit: tuple[float, ...] = ()  # l per step and constraint (empty: the environment's own)
     gae_lambda: float = 0.9  # GAE parameter of the reward advantage
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
-    delta: float = 0.01  # KL trust-region radius (nats)
+    delta: float = 0.02  # KL trust-region radius (nats)
     recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
-    hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept to the limit
+    hold: Literal["both", "settled", "integral", "violated", "literal"] = "both"  # how J_C is kept
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
@@ -55,8 +55,8 @@ class Args:
     backtrack_coef: float = 0.75  # factor on the step per line-search trial
     backtrack_iterations: int = 10  # trials after the full step
     critic_learning_rate: float = 2e-3  # Adam step size of the critics
-    critic_epochs: int = 10  # passes over the batch per update
-    critic_minibatch: int = 128  # samples per critic step
+    critic_epochs: int = 5  # passes over the batch per update
+    critic_minibatch: int = 256  # samples per critic step
     hidden_sizes: tuple[int, ...] = (64, 32)  # tanh layers of the policy and of each critic
     log_std_init: float = -0.5  # initial log standard deviation of the policy (action units)
     log_std_min: float = -3.0  # its floor
@@ -82,7 +82,7 @@ class Critics(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(k, 1, W.shape[-1]) for W in stacks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.expand(len(self.biases[0]), *x.shape)
+        x = x.repeat(len(self.biases[0]), 1, 1)  # a copy: products of an expanded one are slow
         for i, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(b, torch.tanh(x) if i else x, W)
         return x[..., 0].T
@@ -323,7 +323,7 @@ def load_checkpoint(folder: str) -> dict | None:
     for path in filter(os.path.exists, paths):
         try:
             state = torch.load(path, "cpu", weights_only=True)  # never executes code
-            return state if state["args"] else None
+            return state | {key: state[key] for key in ("iteration", "args", "agent", "env")}
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
             envs.refuse("resume", path, why)
@@ -375,17 +375,18 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         noise = torch.randn(num_steps, num_envs, act_size, dtype=torch.float64).to(args.device)
         for t in range(num_steps):
             raw_obs[t] = obs
+            log.finite(f"{args.env_id} gave", obs)  # else the action would be NaN too
             with torch.no_grad():
                 mean, std_k = agent.policy(agent.normalize(obs))
             means[t], actions[t] = mean.cpu(), (mean + std_k * noise[t]).cpu()
             obs, rewards, terminated, truncated, infos = env.step(actions[t])  # clips by itself
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
             raw_rewards[t] = infos.get("raw_reward", rewards)  # without shaping
+            raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             # ACPO: V is not 0 at an end: a termination is a transition to the reset state. A
             # truncation cuts the sum of eq.22 and bootstraps from where the chain would have gone.
-            raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             dones[t] = truncated
-        log.finite(f"{args.env_id} gave", raw_obs, raw_next_obs, signals)
+        log.finite(f"{args.env_id} gave", raw_next_obs, signals)
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
@@ -395,7 +396,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         with torch.no_grad():
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
-        rho = to_device(signals).mean((0, 1))
+        rho, drift = to_device(signals).mean((0, 1)), (next_values - values).mean((0, 1))
         criterion = rho, 1.0, lambdas  # ACPO: subtract the averages of the batch, do not discount
         chain = to_device(signals), values, next_values, to_device(dones)[..., None]
         advantages = compute_gae(*chain, *criterion).flatten(0, 1)
@@ -405,7 +406,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
         rho_c = rho[1:].cpu().numpy()
-        c = rho_c - limit
+        # DEVIATION: a batch starts where the policies before it went. J_C is the mean of
+        # C + V_C(s') - V_C(s) from any state on, so with V_C it is measured for this policy alone.
+        settle = drift[1:].cpu().numpy() if args.hold in ("both", "settled") else 0.0
+        c = rho_c + settle - limit
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
@@ -420,8 +424,8 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # the linear model says. What violation that leaves is integrated into a tighter limit.
         integral = np.array(state["integral"])
         lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
-        if args.hold == "integral" and case != "recovery":  # recovery does without that model
-            integral = np.clip(integral + args.integral_gain * c, 0.0, limit)
+        if args.hold in ("both", "integral") and case != "recovery":  # it does without that model
+            integral = np.clip(integral + args.integral_gain * (rho_c - limit), 0.0, limit)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
@@ -455,6 +459,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             if args.eval_every and (iteration % args.eval_every == 0 or iteration == iterations):
                 sizes = args.eval_episodes, args.eval_steps, args.seed * 1_000_000 + 500_000
                 e_r, e_c = evaluate(agent, eval_env, *sizes, deterministic)
+                log.finite(f"{args.env_id} gave in the evaluation", e_r, e_c)
             row |= {f"{kind}_reward": e_r.mean(), f"{kind}_reward_std": e_r.std()}
             row |= {f"{kind}_cost": e_c[:, 0].mean(), f"{kind}_cost_std": e_c[:, 0].std()}
         eval_time = time.perf_counter() - clock
@@ -485,14 +490,14 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # Save
         state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
         state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "integral": integral.tolist()}
-        due = args.save_every and iteration % args.save_every == 0
-        if due or stop or iteration == iterations:
+        last, due = [*stop], args.save_every and iteration % args.save_every == 0  # stop: read once
+        if due or last or iteration == iterations:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             parts |= {"random": torch.get_rng_state(), "args": asdict(args)}
             parts |= {"env": envs.snapshot(env), "obs": torch.as_tensor(obs)}
             save_checkpoint(log.folder, state | parts)
-        if stop:
-            log.stopped(stop[0])
+        if last:
+            log.stopped(last[0])
 
     env.close()
     eval_env.close()
@@ -506,5 +511,5 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 if __name__ == "__main__":
     try:
         main(envs.parse(Args), envs.stop_signals())
-    except OSError as error:  # a full disk, a simulator that died: no traceback needed
+    except (OSError, MemoryError) as error:  # a full disk, a simulator that died: in one line
         envs.fail(error)

@@ -53,8 +53,8 @@ class Args:
     policy_minibatch: int = 256  # samples per policy step
     max_grad_norm: float = 0.5  # bound on the length of a policy gradient
     critic_learning_rate: float = 2e-3  # Adam step size of the critics
-    critic_epochs: int = 10  # passes over the batch per update
-    critic_minibatch: int = 128  # samples per critic step
+    critic_epochs: int = 5  # passes over the batch per update
+    critic_minibatch: int = 256  # samples per critic step
     hidden_sizes: tuple[int, ...] = (64, 32)  # tanh layers of the policy and of each critic
     log_std_init: float = -0.5  # initial log standard deviation of the policy (action units)
     log_std_min: float = -3.0  # its floor
@@ -80,7 +80,7 @@ class Critics(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(k, 1, W.shape[-1]) for W in stacks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.expand(len(self.biases[0]), *x.shape)
+        x = x.repeat(len(self.biases[0]), 1, 1)  # a copy: products of an expanded one are slow
         for i, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(b, torch.tanh(x) if i else x, W)
         return x[..., 0].T
@@ -215,7 +215,7 @@ def load_checkpoint(folder: str) -> dict | None:
     for path in filter(os.path.exists, paths):
         try:
             state = torch.load(path, "cpu", weights_only=True)  # never executes code
-            return state if state["args"] else None
+            return state | {key: state[key] for key in ("iteration", "args", "agent", "env")}
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
             envs.refuse("resume", path, why)
@@ -272,16 +272,17 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         noise = torch.randn(num_steps, num_envs, act_size, dtype=torch.float64).to(args.device)
         for t in range(num_steps):
             raw_obs[t] = obs
+            log.finite(f"{args.env_id} gave", obs)  # else the action would be NaN too
             with torch.no_grad():
                 mean, std_k = agent.policy(agent.normalize(obs))
             means[t], actions[t] = mean.cpu(), (mean + std_k * noise[t]).cpu()
             obs, rewards, terminated, truncated, infos = env.step(actions[t])  # clips by itself
             signals[t, :, 0], signals[t, :, 1:] = rewards, infos["cost"].reshape(num_envs, m)
             raw_rewards[t] = infos.get("raw_reward", rewards)  # without shaping
+            raw_next_obs[t] = np.where(terminated[:, None], obs, infos["final_obs"])
             # Both ends cut the sum; V is 0 after a termination, and a truncation bootstraps.
-            raw_next_obs[t], dones[t] = infos["final_obs"], terminated | truncated
-            alive[t, :, 0] = ~terminated
-        log.finite(f"{args.env_id} gave", raw_obs, raw_next_obs, signals)
+            dones[t], alive[t, :, 0] = terminated | truncated, ~terminated
+        log.finite(f"{args.env_id} gave", raw_next_obs, signals)
         rollout_time = time.perf_counter() - clock
 
         # Advantages, by the critics as they were before this batch
@@ -351,6 +352,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             if args.eval_every and (iteration % args.eval_every == 0 or iteration == iterations):
                 sizes = args.eval_episodes, args.eval_steps, args.seed * 1_000_000 + 500_000
                 e_r, e_c = evaluate(agent, eval_env, *sizes, deterministic)
+                log.finite(f"{args.env_id} gave in the evaluation", e_r, e_c)
             row |= {f"{kind}_reward": e_r.mean(), f"{kind}_reward_std": e_r.std()}
             row |= {f"{kind}_cost": e_c[:, 0].mean(), f"{kind}_cost_std": e_c[:, 0].std()}
         eval_time = time.perf_counter() - clock
@@ -381,15 +383,15 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # Save
         state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
         state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "mu": mu}
-        due = args.save_every and iteration % args.save_every == 0
-        if due or stop or iteration == iterations:
+        last, due = [*stop], args.save_every and iteration % args.save_every == 0  # stop: read once
+        if due or last or iteration == iterations:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             parts |= {"random": torch.get_rng_state(), "args": asdict(args)}
             parts |= {"ascent": ascent.state_dict()}
             parts |= {"env": envs.snapshot(env), "obs": torch.as_tensor(obs)}
             save_checkpoint(log.folder, state | parts)
-        if stop:
-            log.stopped(stop[0])
+        if last:
+            log.stopped(last[0])
 
     env.close()
     eval_env.close()
@@ -403,5 +405,5 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 if __name__ == "__main__":
     try:
         main(envs.parse(Args), envs.stop_signals())
-    except OSError as error:  # a full disk, a simulator that died: no traceback needed
+    except (OSError, MemoryError) as error:  # a full disk, a simulator that died: in one line
         envs.fail(error)

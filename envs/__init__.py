@@ -42,8 +42,9 @@ def make_vec(env_id: str, num_envs: int = 0, seed: int | None = None, **kwargs) 
     if num_envs < 0:
         raise ValueError(f"num_envs must be >= 0, got {num_envs}")
     if env_id in BATCHED:
-        num_envs = num_envs or BatchEnv.recommended_num_envs
-        return BATCHED[env_id](num_envs=num_envs, seed=seed, **kwargs)
+        task = BATCHED[env_id]
+        n = num_envs or getattr(task, "recommended_num_envs", BatchEnv.recommended_num_envs)
+        return task(num_envs=n, seed=seed, **kwargs)
     kwargs.pop("stagger", None)
     if env_id in SUMO and num_envs > 1:
         from envs.sumo import make_workers

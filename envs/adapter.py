@@ -98,6 +98,7 @@ class Adapter(VectorEnv):
             raise ValueError(f"a state of {len(state)} envs for {self.num_envs} of {self.name}")
         self.first_seed = None
         for env, row in zip(self.envs, state, strict=True):
+            env.reset()  # Gymnasium's wrappers refuse a step before it
             env.unwrapped.set_state(row)
 
     def render(self) -> tuple[np.ndarray, ...]:

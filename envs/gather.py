@@ -205,11 +205,12 @@ class AntGather(Gather):
     least 2 from the body.
 
     ## Arguments
-    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=20`: shaping in reward per metre.
+    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=6`: shaping in reward per metre.
     """
 
     apples, bombs, cost_limit = 8, 8, 0.002
+    recommended_num_envs = 32  # as many as keep the physics busy
     recommended_timesteps = 12_000_000
 
-    def __init__(self, num_envs: int = 1, progress: float = 20.0, **kwargs):
+    def __init__(self, num_envs: int = 1, progress: float = 6.0, **kwargs):
         super().__init__(num_envs, AntBody, progress, **kwargs)

@@ -249,7 +249,7 @@ class Log:
 
     def finite(self, what: str, *arrays) -> None:
         """End the run if a number in one of the arrays or tensors is not finite."""
-        if not all(torch.as_tensor(array).isfinite().all() for array in arrays):
+        if not all((np if isinstance(x, np.ndarray) else torch).isfinite(x).all() for x in arrays):
             fail(f"{what} a number that is not finite; what was saved before is in {self.folder}")
 
     def stopped(self, number: int) -> NoReturn:

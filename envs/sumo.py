@@ -9,6 +9,7 @@ belong into worker processes (`make_workers`).
 
 import contextlib
 import copy
+import errno
 import functools
 import math
 import multiprocessing
@@ -247,6 +248,8 @@ class SumoEnv(gym.Env):
             self.libsumo.simulation.saveState(str(file))
             # the comment holds the date and the file paths of this machine
             text = re.sub(rb"<!--.*?-->", b"", file.read_bytes(), count=1, flags=re.DOTALL)
+        if not text.rstrip().endswith(b"</snapshot>"):  # SUMO does not say that a disk is full
+            raise OSError(errno.ENOSPC, "SUMO could not write its state", tempfile.gettempdir())
         return zlib.compress(text, level=1)
 
     def _load(self, world: bytes) -> None:
@@ -313,11 +316,9 @@ class SumoVectorEnv(AsyncVectorEnv):
         self.recommended_timesteps = env_class.recommended_timesteps
         self.num_costs = 1
         self._first_seed = seed
-        super().__init__(
-            [functools.partial(env_class, **kwargs)] * num_envs,
-            worker=_worker,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-        )
+        makers = [functools.partial(env_class, **kwargs)] * num_envs
+        with self._workers_needed():
+            super().__init__(makers, worker=_worker, autoreset_mode=AutoresetMode.SAME_STEP)
 
     @contextlib.contextmanager
     def _workers_needed(self):

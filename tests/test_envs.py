@@ -72,7 +72,8 @@ def test_sizes_limits_and_dtypes(env_id):
     limits = {"PointCircle": 0.1, "PointGather": 0.01, "AntCircle": 0.1, "AntGather": 0.002}
     single = gym.make(env_id).unwrapped
     assert env.cost_limit == single.cost_limit == limits.get(env_id, 0.2)
-    assert env.recommended_num_envs == single.recommended_num_envs == 64
+    number = 32 if "Ant" in env_id else 16
+    assert env.recommended_num_envs == single.recommended_num_envs == number
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -799,7 +800,7 @@ def test_an_unknown_id_suggests_near_names():
 def test_the_environment_recommends_how_many_and_how_long():
     for env_id in IDS:
         env = envs.make_vec(env_id)
-        assert env.num_envs == env.recommended_num_envs == 64 and env.num_costs == 1
+        assert env.num_envs == env.recommended_num_envs >= 16 and env.num_costs == 1
         assert env.recommended_timesteps >= 400_000
     assert envs.make_vec("ConstrainedLQR", 2, second_limit=0.4).num_costs == 2
 

@@ -55,6 +55,9 @@ TASKS = [
     for task, flags in (("LQR", LQR), ("AntCircle", ANT), ("Grid", GRID))
     for script in SCRIPTS
 ]
+ALONE = GRID | {"num_envs": 1}  # in this process, with the evaluation's world: the default
+TASKS += [(SCRIPTS[0], "Grid-alone", ALONE)]
+TASKS += [(SCRIPTS[0], "Bottleneck-alone", ALONE | {"env_id": "Bottleneck"})]
 FEWER = [task for task in TASKS if task[0] == SCRIPTS[0] or task[1] == "LQR"]
 THIRD_PARTY = "tests.thirdparty_env:"
 
@@ -254,6 +257,10 @@ FOREIGN = {
     "text": lambda path: path.write_text("not a checkpoint"),
     "a list": lambda path: torch.save([1, 2], path),
     "weights only": lambda path: torch.save({"weight": torch.zeros(3)}, path),
+    "flags only": lambda path: torch.save({"args": torch.load(path)["args"]}, path),
+    "no optimizer": lambda path: torch.save(
+        {k: v for k, v in torch.load(path).items() if k != "optimizer"}, path
+    ),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "code": lambda path: torch.save(Bomb(path.with_name("bang")), path),
     "bare code": lambda path: path.write_bytes(
@@ -348,6 +355,32 @@ def test_stopped_at_a_known_moment(full, moment, tmp_path):
     assert_as_if_nothing_had_happened(folder, full(script))
 
 
+class Late(list):
+    """Signals of which the first comes right after the script has looked for the first time."""
+
+    looks = 0
+
+    def __bool__(self):
+        self.looks += 1
+        return len(self) > 0 and self.looks > 1
+
+    def __iter__(self):
+        return iter([*super().__iter__()] if self else [])
+
+
+@every_script
+def test_signal_between_two_looks_is_not_lost(full, script, tmp_path):
+    """Whenever it comes, what is said to be saved is saved."""
+    module = importlib.import_module(script)
+    flags = LQR | {"save_every": 100, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit) as end:
+        module.main(module.Args(**flags), Late([signal.SIGTERM]))
+    folder = folder_in(tmp_path)
+    assert end.value.code == 143 and saved_iteration(folder) == len(read(folder)) > 0
+    resume(script, folder)
+    assert_as_if_nothing_had_happened(folder, full(script))
+
+
 # --- a simulator that dies ------------------------------------------------------------------------
 
 
@@ -369,7 +402,34 @@ def test_killed_sumo_worker_ends_the_run_in_one_line(full, script, tmp_path):
     assert_as_if_nothing_had_happened(folder, full(script, "Grid"))
 
 
+def test_sumo_worker_that_is_killed_at_the_start(tmp_path):
+    before = """
+import multiprocessing.process, os, signal
+real = multiprocessing.process.BaseProcess.start
+def start(self):
+    real(self)
+    os.kill(self.pid, signal.SIGKILL)
+multiprocessing.process.BaseProcess.start = start
+"""
+    done = run(words(SCRIPTS[0], tmp_path, **GRID), before=before)
+    assert done.returncode == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith("error: a SUMO worker process died: worker 0 (exit code -9)")
+    assert [*tmp_path.iterdir()] == []
+
+
 # --- a full disk ----------------------------------------------------------------------------------
+
+
+def test_no_room_for_the_state_of_sumo(full, tmp_path):
+    """SUMO itself would write half of it and say nothing."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    done = run(words(SCRIPTS[0], tmp_path, **ALONE), before=limit)
+    assert done.returncode == 1 and len(done.errors) == 1
+    assert "SUMO could not write its state" in done.errors[0]
+    folder = folder_in(tmp_path)
+    assert not (folder / "checkpoint.pt").exists()
+    resume(SCRIPTS[0], folder)
+    assert_as_if_nothing_had_happened(folder, full(SCRIPTS[0], "Grid-alone"))
 
 
 @every_script
@@ -768,6 +828,7 @@ def test_resume_may_change_what_is_not_learning(full, copy, script):
 SMALL = LQR | {"num_envs": 4, "total_timesteps": 4 * BATCH}
 PARTS = ("obs", "reward", "cost", "reset", "start")
 BROKEN = [f"{value}-{part}-v0" for value in ("Nan", "Inf", "Huge") for part in PARTS]
+BROKEN += ["Strict-obs-v0", "Strict-start-v0"]  # one that takes no NaN as an action
 
 
 def assert_finite(folder: Path) -> None:
@@ -796,6 +857,32 @@ def test_number_that_is_not_finite_ends_the_run(script, env_id, tmp_path, monkey
     assert len(read(folder)) == saved if saved else (folder / "progress.csv").read_text() == ""
     assert (folder / "checkpoint.pt").exists() == bool(saved)
     assert_finite(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@every_script
+def test_evaluation_that_is_not_finite_ends_the_run(script, tmp_path, monkeypatch, capsys):
+    """The environments of the training are good; it is the 10th step of the evaluation."""
+    steps = []
+
+    def make_pair(args):
+        env, eval_env, limit = real(args)
+        step = eval_env.step
+
+        def broken(actions):
+            steps.append(1)
+            obs, rewards, *rest = step(actions)
+            return obs, rewards * (np.nan if len(steps) == 10 else 1.0), *rest
+
+        eval_env.step = broken
+        return env, eval_env, limit
+
+    real = envs.make_pair
+    monkeypatch.setattr(envs, "make_pair", make_pair)
+    done = in_process(script, words(script, tmp_path, **LQR), monkeypatch, capsys)
+    assert done.returncode == 1 and len(done.errors) == 1
+    assert "ConstrainedLQR gave in the evaluation a number that is not finite" in done.errors[0]
+    assert load(folder_in(tmp_path))["iteration"] == LQR["eval_every"] - 1
 
 
 @pytest.mark.parametrize("env_id", ["Still-v0", "Free-v0"])

@@ -50,7 +50,7 @@ DAMAGE = {
     "a field with two meanings": (BVF, "Args.delta", "delta: float = ", "delta: float = 9"),
     "a paragraph of main": (ATRPO, "main: Critics", "errors.square()", "errors.abs()"),
     "the last paragraph": (PCPO, "main: env close", "    eval_env.close()\n", ""),
-    "the tail": (ACPO, "tail", "except OSError", "except ValueError"),
+    "the tail": (ACPO, "tail", "except (OSError", "except (ValueError"),
 }
 
 

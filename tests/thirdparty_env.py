@@ -84,6 +84,14 @@ class Broken(gym.Env):
         return self._obs("obs", bad), reward, False, False, {"cost": cost}
 
 
+class Strict(Broken):
+    """The same, but it refuses an action that is not finite."""
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return super().step(action)
+
+
 class Still(gym.Env):
     """Nothing ever changes: one observation, no reward, no cost."""
 
@@ -137,6 +145,9 @@ for part in ("obs", "reward", "cost", "reset", "start"):
         gym.register(
             f"{name}-{part}-v0", Broken, max_episode_steps=25, kwargs={"part": part, "value": value}
         )
+for part in ("obs", "start"):
+    kwargs = {"part": part, "value": np.nan}
+    gym.register(f"Strict-{part}-v0", Strict, max_episode_steps=25, kwargs=kwargs)
 gym.register("Still-v0", Still, max_episode_steps=25)
 gym.register("Free-v0", Free, max_episode_steps=25)
 gym.register("NoLimit-v0", NoLimit, max_episode_steps=25)
