@@ -328,8 +328,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Advantages, by the critics as they were before this batch
         clock = time.perf_counter()
-        b_obs = agent.normalize(raw_obs.reshape(-1, obs_size))
-        b_next_obs = agent.normalize(raw_next_obs.reshape(-1, obs_size))
+        b_obs, b_next_obs = (agent.normalize(x).flatten(0, 1) for x in (raw_obs, raw_next_obs))
         with torch.no_grad():
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
@@ -346,8 +345,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         targets -= targets.mean(0)
         explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
-        rho_c = rho[1:].cpu().numpy()
-        c = rho_c - limit
+        c = (rho_c := rho[1:].cpu().numpy()) - limit
 
         # BVF: what was spent before each state, less J_C, which is measured: learned, it would lag
         unit = (1.0 - args.cost_gamma) / max(limit[0], 1e-6)

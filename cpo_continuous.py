@@ -391,12 +391,12 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Advantages, by the critics as they were before this batch
         clock = time.perf_counter()
-        b_obs = agent.normalize(raw_obs.reshape(-1, obs_size))
-        b_next_obs = agent.normalize(raw_next_obs.reshape(-1, obs_size))
+        b_obs, b_next_obs = (agent.normalize(x).flatten(0, 1) for x in (raw_obs, raw_next_obs))
         with torch.no_grad():
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
+            end_values = agent.values(agent.normalize(obs).float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
-        rho, drift = to_device(signals).mean((0, 1)), (next_values - values).mean((0, 1))
+        rho = to_device(signals).mean((0, 1))
         criterion = 0.0, args.gamma, lambdas  # a discounted sum: no average to subtract
         # The mean of V dwarfs what V says of a state: the critics leave it out, it is solved for.
         live = to_device(alive)
@@ -410,11 +410,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
-        rho_c = rho[1:].cpu().numpy()
-        # DEVIATION: a batch starts where the policies before it went. J_C is the mean of
-        # C + V_C(s') - V_C(s) from any state on, so with V_C it is measured for this policy alone.
-        settle = drift[1:].cpu().numpy() if args.hold in ("both", "settled") else 0.0
-        c = rho_c + settle - limit
+        c = (rho_c := rho[1:].cpu().numpy()) - limit
+        if args.hold in ("both", "settled"):
+            # DEVIATION: a batch starts in states that earlier policies left and ends before its own
+            # have cost what they will. V_C tells the difference; on the average over time it is 0.
+            c += (end_values - b_values[:num_envs]).mean(0)[1:].cpu().numpy() / num_steps
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))

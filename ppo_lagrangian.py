@@ -287,8 +287,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Advantages, by the critics as they were before this batch
         clock = time.perf_counter()
-        b_obs = agent.normalize(raw_obs.reshape(-1, obs_size))
-        b_next_obs = agent.normalize(raw_next_obs.reshape(-1, obs_size))
+        b_obs, b_next_obs = (agent.normalize(x).flatten(0, 1) for x in (raw_obs, raw_next_obs))
         with torch.no_grad():
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
@@ -305,8 +304,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         targets -= targets.mean(0)
         explained = 1.0 - (targets - b_values).var(0) / targets.var(0)
         advantages -= advantages.mean(0)
-        rho_c = rho[1:].cpu().numpy()
-        c = rho_c - limit
+        c = (rho_c := rho[1:].cpu().numpy()) - limit
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))

@@ -70,7 +70,7 @@ class BatchEnv(VectorEnv):
         "autoreset_mode": AutoresetMode.SAME_STEP,
     }
     cost_limit: float | tuple[float, ...]
-    recommended_num_envs = 16  # long rollouts: a batch then shows the policy, not the one before
+    recommended_num_envs = 8  # long rollouts: a batch then shows its policy, not the one before
     recommended_timesteps = 400_000  # of a training run
 
     def __init__(

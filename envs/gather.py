@@ -47,10 +47,11 @@ class Gather(BatchEnv):
         return offset[..., 0], offset[..., 1]
 
     def _advance(self, actions: np.ndarray):
-        before = self._to_apple()
+        apple, before = self._apple_in_sight() if self.progress else (0, np.inf)
         lost = self.body.advance(actions)
-        closer = before - self._to_apple()  # to the apples as they lie: no catch, no fall counts
         dx, dy = self._offsets()
+        after = np.hypot(dx[self.all_rows, apple], dy[self.all_rows, apple])
+        closer = np.where(lost | np.isinf(before), 0.0, before - after)
         caught = (dx * dx + dy * dy < CATCH_RANGE**2) & ~lost[:, None]
         rewards = self.apple_reward * np.count_nonzero(caught[:, : self.apples], axis=1)
         costs = np.count_nonzero(caught[:, self.apples :], axis=1).astype(np.float64)
@@ -63,16 +64,16 @@ class Gather(BatchEnv):
             near = (dx * dx + dy * dy < SPACING**2) & lost[:, None]
             if near.any():
                 self._respawn(near)
-        shaped = rewards + self.progress * np.where(lost, 0.0, closer)
-        return shaped, costs, {"raw_reward": rewards, "regenerated": lost}
+        return rewards + self.progress * closer, costs, {"raw_reward": rewards, "regenerated": lost}
 
-    def _to_apple(self) -> np.ndarray | float:
-        """(n,) distance to the nearest apple, where anyone asks for it."""
-        if self.progress == 0.0:
-            return 0.0
-        dx, dy = self._offsets()
-        nearest = (dx * dx + dy * dy)[:, : self.apples].min(axis=1)
-        return np.sqrt(nearest)
+    def _apple_in_sight(self) -> tuple[np.ndarray, np.ndarray]:
+        """Number of the nearest apple that the sensors see and the way to it (inf: none), (n,)."""
+        dx, dy = (offset[:, : self.apples] for offset in self._offsets())
+        yaw, distance = self.body.yaw[:, None], np.hypot(dx, dy)
+        unseen = (dx * np.cos(yaw) + dy * np.sin(yaw) < 0.0) | (distance > SENSOR_RANGE)
+        distance[unseen] = np.inf
+        apple = distance.argmin(axis=1)
+        return apple, distance[self.all_rows, apple]
 
     def _respawn(self, moved: np.ndarray) -> None:
         """Put the objects of a mask (n, objects) on random free cells away from the body."""
@@ -185,8 +186,9 @@ class AntGather(Gather):
 
     ## Rewards
     10 for an apple (its centre less than 1 from the centre of mass after the step); -10 for a
-    fall. To this the step adds `progress` x the way made towards the nearest apple, without which
-    an ant that cannot walk yet learns to stand still. `info["raw_reward"]` is without it.
+    fall. To this the step adds `progress` x the way made towards the nearest apple in sight,
+    without which an ant that cannot walk yet learns to stand still. `info["raw_reward"]` is without
+    it.
 
     ## Cost
     Number of bombs collected in the step.
