@@ -394,7 +394,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         b_obs, b_next_obs = (agent.normalize(x).flatten(0, 1) for x in (raw_obs, raw_next_obs))
         with torch.no_grad():
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
-            end_values = agent.values(agent.normalize(obs).float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
         rho = to_device(signals).mean((0, 1))
         criterion = 0.0, args.gamma, lambdas  # a discounted sum: no average to subtract
@@ -412,9 +411,9 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
         c = (rho_c := rho[1:].cpu().numpy()) - limit
         if args.hold in ("both", "settled"):
-            # DEVIATION: a batch starts in states that earlier policies left and ends before its own
-            # have cost what they will. V_C tells the difference; on the average over time it is 0.
-            c += (end_values - b_values[:num_envs]).mean(0)[1:].cpu().numpy() / num_steps
+            # DEVIATION: a batch starts in states that earlier policies left. J_C is the mean of
+            # C + V_C(s') - V_C(s) from any state on, so with V_C it is that of this policy alone.
+            c += (b_next_values - b_values).mean(0)[1:].cpu().numpy()
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
@@ -430,7 +429,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         integral = np.array(state["integral"])
         lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
         if args.hold in ("both", "integral") and case != "recovery":  # it does without that model
-            integral = np.clip(integral + args.integral_gain * (rho_c - limit), 0.0, limit)
+            integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
