@@ -425,20 +425,21 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         gram = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
-        # the linear model says. What violation that leaves is integrated into a tighter limit.
+        # the linear model says. What violation that leaves tightens the limit (not in recovery).
         integral = np.array(state["integral"])
-        lam, mu, case = solve_dual(q, r, S, c + integral, args.delta)
-        if args.hold in ("both", "integral") and case != "recovery":  # it does without that model
+        tight = c + integral
+        lam, mu, case = solve_dual(q, r, S, tight, args.delta)
+        if args.hold in ("both", "integral") and (case != "recovery" or (rho_c < limit).all()):
             integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
-            x = recovery_step(Hinv[0], Hinv[1:].T, gram, c + integral, args.delta, t=1.0)
+            x = recovery_step(Hinv[0], Hinv[1:].T, gram, tight, args.delta, t=1.0)
         else:
             x = to_device([1.0, *-mu]) @ Hinv / lam  # [ACPO eq.14]
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
         search = args.delta, args.backtrack_coef, args.backtrack_iterations
-        accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, c, *search)
+        accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, tight, *search)
         agent.log_std.data.clamp_(min=args.log_std_min)
 
         # Critics
