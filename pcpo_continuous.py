@@ -372,7 +372,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # DEVIATION: what violation the update leaves is integrated into a tighter limit.
         integral = np.array(state["integral"])
         if args.hold in ("both", "integral"):
-            integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
+            integral = np.clip(integral + args.integral_gain * (rho_c - limit), 0.0, limit)
         # PCPO: the best step of the trust region, then the closest one that meets the constraints
         lam = np.sqrt(max(q, 1e-300) / (2.0 * args.delta))
         x1, b = Hinv[0] / lam, c + integral + r / lam
