@@ -253,7 +253,7 @@ def load_checkpoint(folder: str) -> dict | None:
     for path in filter(os.path.exists, paths):
         try:
             state = torch.load(path, "cpu", weights_only=True)  # never executes code
-            return state | {key: state[key] for key in ("iteration", "args", "agent", "env")}
+            return state | {k: state[k] for k in ("iteration", "args", "agent", "optimizer", "env")}
         except Exception as error:
             why = f"cannot be read ({type(error).__name__}); checkpoint.prev.pt is the one before"
             envs.refuse("resume", path, why)
@@ -435,15 +435,15 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # Save
         state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
         state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item()}
-        last, due = [*stop], args.save_every and iteration % args.save_every == 0  # stop: read once
-        if due or last or iteration == iterations:
+        due = args.save_every and not iteration % args.save_every or stop or iteration == iterations
+        if due:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             parts |= {"random": torch.get_rng_state(), "args": asdict(args)}
             parts |= {"ascent": ascent.state_dict()}
             parts |= {"env": envs.snapshot(env), "obs": torch.as_tensor(obs)}
             save_checkpoint(log.folder, state | parts)
-        if last:
-            log.stopped(last[0])
+        if due and stop:  # a signal that came too late for the save ends the next iteration
+            log.stopped(stop[0])
 
     env.close()
     eval_env.close()

@@ -212,7 +212,7 @@ class AntGather(Gather):
 
     apples, bombs, cost_limit = 8, 8, 0.002
     recommended_num_envs = 32  # as many as keep the physics busy
-    recommended_timesteps = 12_000_000
+    recommended_timesteps = 8_000_000
 
     def __init__(self, num_envs: int = 1, progress: float = 6.0, **kwargs):
         super().__init__(num_envs, AntBody, progress, **kwargs)

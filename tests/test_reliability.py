@@ -529,7 +529,7 @@ BAD = [
     ("cost_limit", None, {"env_id": THIRD_PARTY + "NoLimit-v0"}, "1 finite"),
     ("batch_size", 100, {}, "8 environments"),
     ("batch_size", 8, {}, "8 environments"),
-    ("batch_size", 63, {"num_envs": 0}, "64 environments"),
+    ("batch_size", 63, {"num_envs": 0}, "8 environments"),
     ("batch_size", 0, {}, "[1, "),
     ("batch_size", -64, {}, "[1, "),
     ("num_envs", -1, {}, "[0, "),

@@ -186,7 +186,8 @@ def test_logged_numbers_agree_with_one_another(runs, script):
     rows = read(runs(script, "full"))
     cost, c = column(rows, "charts/avg_cost"), column(rows, "dual/c")
     assert set(column(rows, "charts/cost_limit")) == {0.2}
-    np.testing.assert_allclose(c, cost - 0.2, rtol=1e-12)
+    if "dual/integral" in NAN.get(script, ()):  # else it is measured with the cost critic
+        np.testing.assert_allclose(c, cost - 0.2, rtol=1e-12)
     np.testing.assert_allclose(
         column(rows, "charts/cumulative_cost"), BATCH * np.cumsum(cost), rtol=1e-9
     )
@@ -198,8 +199,9 @@ def test_logged_numbers_agree_with_one_another(runs, script):
         gain, integral = load(runs(script, "full"))["args"]["integral_gain"], 0.0
         recovering = column(rows, "dual/case") == 2
         for i, logged in enumerate(column(rows, "dual/integral")):
-            if not recovering[i]:
-                integral = min(max(integral + gain * c[i], 0.0), 0.2)
+            if not recovering[i] or cost[i] < 0.2:
+                integral = max(integral + gain * (cost[i] - 0.2), 0.0)
+                integral = min(integral, 0.2) if script == "pcpo_continuous" else integral
             assert logged == pytest.approx(integral, rel=1e-9)
         assert set(column(rows, "dual/case")) <= {0, 1, 2}
         assert (column(rows, "dual/mu") >= 0).all()
@@ -214,7 +216,8 @@ def test_line_search_keeps_what_it_promises(runs, script):
     assert ((kl > 0) == (accepted == 1)).all() and (tries >= 0).all()
     assert ((tries > flags["backtrack_iterations"]) == (accepted == 0)).all()
     if script != "atrpo_lagrangian":  # it has no rule for the cost
-        assert (column(rows, "losses/surrogate_c") <= np.maximum(0, -c)).all()
+        tight = c + np.append(0.0, column(rows, "dual/integral")[:-1])
+        assert (column(rows, "losses/surrogate_c") <= np.maximum(0, -tight)).all()
 
 
 @every_script
