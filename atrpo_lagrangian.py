@@ -1,19 +1,17 @@
 """ATRPO with a Lagrangian: average-reward TRPO (Zhang and Ross, ICML 2021), in one file.
 
-In a never-ending task with the averages per step J(pi) of the reward and J_C(pi) of the cost,
-follow a mixture of both, with a fixed weight ell as in the ACPO paper. With the bias V and the
-advantage A(s,a) = r - J + E V(s') - V(s), g and a the gradients of the reward and the cost
-surrogate, H the Fisher matrix and c = J_C - l, its objective
+In a never-ending task, maximise the average reward per step J(pi) subject to an average cost per
+step J_C(pi) <= l. With the bias V, the advantage A(s,a) = r - J + E V(s') - V(s), the gradients g
+and a of the reward and the cost surrogate, the Fisher matrix H and c = J_C - l, an update follows
+a mixture of both, with a fixed weight ell as in the ACPO paper. Its objective
 
     (1 - ell) g'x - ell [c + a'x + 0.5 x'Hx - delta]                                 [ACPO eq.23]
 
-has the maximiser x = H^-1 ((1 - ell) g - ell a) / ell, shortened to 0.5 x'Hx <= delta. The limit l
-is a constant in it: a fixed ell does not know the limit. `--adaptive` lets the multiplier
-mu = ell / (1 - ell) rise and fall with the measured violation instead.
+has the maximiser x = H^-1 ((1 - ell) g - ell a) / ell, shortened to 0.5 x'Hx <= delta.
+The limit l is a constant in it: a fixed ell does not know the limit. With `--adaptive` the
+multiplier mu = ell / (1 - ell) rises and falls with the measured violation instead.
 
-    python atrpo_lagrangian.py --env-id PointGather --ell 0.5
     python atrpo_lagrangian.py --env-id PointCircle --adaptive
-    python atrpo_lagrangian.py --resume runs/PointGather__atrpo_lagrangian__1__1700000000
 
 Differs from acpo_continuous.py in the update (lines marked "LAG:"): one mixed advantage in place of
 two constraints. Page: docs/atrpo_lagrangian.md.
@@ -229,22 +227,21 @@ def surrogates(agent: Agent, obs, actions, advantages, mean_k, std_k) -> tuple:
     return L[0], L[1:], kl.item()
 
 
-def line_search(agent: Agent, x, surrogates: Callable, c: np.ndarray, delta, coef, trials):
-    """Shorten x until it holds what it promises; restore the policy exactly if it never does.
+def line_search(agent: Agent, x, surrogates: Callable, floor, ceiling, delta, coef, trials):
+    """Shorten x until L_r >= floor, L_c <= ceiling and KL <= delta; if never, restore the policy.
 
-    It asks for KL <= delta, L_c <= max(0, -c) and, where no constraint is violated, L_r >= 0.
-    Returns (accepted, backtracks, L_r, L_c, KL).
+    It is restored bit for bit. Returns (accepted, backtracks, L_r, L_c, KL).
     """
     parameters = agent.policy_parameters()
     start = flat(parameters).detach().clone()
     for j in range(trials + 1):
         nn.utils.vector_to_parameters(start + coef**j * x, parameters)
         L_r, L_c, kl = surrogates()
-        reward_ok = L_r >= 0.0 or (c > 0.0).any()
-        if kl <= delta and reward_ok and (L_c <= np.maximum(0.0, -c)).all():  # NaN fails too
+        finite = np.isfinite([L_r, *L_c, kl]).all()
+        if finite and L_r >= floor and (L_c <= ceiling).all() and kl <= delta:
             return True, j, L_r, L_c, kl
     nn.utils.vector_to_parameters(start, parameters)
-    return False, trials + 1, 0.0, np.zeros(len(c)), 0.0
+    return False, trials + 1, 0.0, np.zeros(len(L_c)), 0.0
 
 
 @torch.no_grad()
@@ -371,21 +368,22 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
-        b_fisher = b_obs[:: max(1, args.batch_size // args.fisher_samples)]
+        every = max(1, args.batch_size // args.fisher_samples)  # steps, of all environments
+        b_fisher = b_obs.view(num_steps, num_envs, -1)[::every].flatten(0, 1)
         fvp = fisher_vector_product(agent, b_fisher, args.cg_damping)
         if args.adaptive:
             mu = update_multiplier(state["mu"], c, limit, args.multiplier_rate)
             ell = mu / (1.0 + mu)
         # LAG: mixed in raw units: standardised apart, the weights would drift
-        mixed = (1.0 - ell) * advantages[:, :1] - ell * advantages[:, 1:].sum(1, keepdim=True)
-        g = surrogate_gradients(agent, b_obs, b_actions, mixed)[0]
+        mixed = (1.0 - ell) * advantages[:, 0] - ell * advantages[:, 1:].sum(1)
+        (g,) = surrogate_gradients(agent, b_obs, b_actions, mixed[:, None])
         Hinv_g = conjugate_gradient(fvp, g, args.cg_iterations)
         q = (g @ Hinv_g).item()
         x = mixed_step(Hinv_g, q, ell, args.delta)
-        promise = partial(surrogates, agent, b_obs, b_actions, mixed, b_means, std_k)
-        search = args.delta, args.backtrack_coef, args.backtrack_iterations
-        # LAG: no constraint; c is an empty vector here
-        accepted, backtracks, _, _, kl = line_search(agent, x, promise, np.zeros(0), *search)
+        promise = partial(surrogates, agent, b_obs, b_actions, mixed[:, None], b_means, std_k)
+        rules = 0.0, np.inf, args.delta  # LAG: no constraint
+        search = *rules, args.backtrack_coef, args.backtrack_iterations
+        accepted, backtracks, _, _, kl = line_search(agent, x, promise, *search)
         L_r, L_c, _ = surrogates(agent, b_obs, b_actions, advantages, b_means, std_k)
         agent.log_std.data.clamp_(min=args.log_std_min)
 

@@ -1,8 +1,9 @@
 """BVF-PPO: constraints by backward value functions (Satija, Amortila and Pineau, ICML 2020).
 
-A constraint on a whole trajectory becomes one at every state: what was spent before s plus what
-will be spent from s on stays within the budget. With the costs discounted by gamma_C both ways and
-everything times 1 - gamma_C, so that it is a cost per step,
+In a task with discount gamma, maximise the discounted reward subject to an average cost per step
+J_C(pi) <= l, which becomes a constraint at every state: what was spent before s plus what will be
+spent from s on stays within the budget. With the costs discounted by gamma_C both ways and times
+1 - gamma_C, so that they are costs per step,
 
     B(s)     = (1 - gamma_C) E[sum over k >= 1 of gamma_C^(k-1) C_(t-k) | s_t = s]
     Q_C(s,u) = (1 - gamma_C) E[sum over k >= 0 of gamma_C^k C_(t+k) | s_t = s, u_t = u]
@@ -12,9 +13,7 @@ and as both have the mean J_C(pi), the constraint at every state implies J_C(pi)
 top of the policy network moves its mean action to the closest one that meets the constraint,
 linearised at the previous policy; PPO trains the network through that layer.
 
-    python bvf_ppo.py --env-id PointGather
     python bvf_ppo.py --env-id PointCircle --safety-eta 0.6
-    python bvf_ppo.py --resume runs/PointGather__bvf_ppo__1__1700000000
 
 Differs from ppo_lagrangian.py in the constraint (lines marked "BVF:"): a layer in the policy in
 place of a multiplier. One cost only. Page: docs/bvf_ppo.md.
@@ -95,9 +94,8 @@ class Agent(nn.Module):
     Where reward and costs stand in one tensor, column 0 is the reward and 1 .. m are the costs.
     """
 
-    def __init__(self, obs_size: int, act_size: int, m: int, hidden: tuple, log_std: float, eta=0):
+    def __init__(self, obs_size: int, act_size: int, m: int, hidden: tuple, log_std: float):
         super().__init__()
-        self.safety_eta = eta
         self.actor_mean = mlp(obs_size, hidden, act_size, gain=0.01).double()
         self.log_std = nn.Parameter(torch.full((act_size,), log_std, dtype=torch.float64))
         self.critics = Critics(1 + m, obs_size, hidden)
@@ -106,6 +104,7 @@ class Agent(nn.Module):
         self.b_c = mlp(obs_size, hidden, 1, gain=0.01)
         self.frozen = nn.ModuleList(copy.deepcopy(x) for x in (self.actor_mean, self.q_c, self.b_c))
         self.register_buffer("spent", torch.zeros(()))  # J_C / l, measured on the last batch
+        self.safety_eta = 0.0
         self.register_buffer("value_scale", torch.ones(1 + m))  # unit of the critics' outputs
         self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("obs_mean", torch.zeros(obs_size, dtype=torch.float64))
@@ -269,10 +268,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     obs_size, act_size = env.single_observation_space.shape[0], env.single_action_space.shape[0]
     if m > 1:
         envs.refuse("env_id", args.env_id, f"has {m} costs; the safety layer is for one")
-    sizes = obs_size, act_size, m, args.hidden_sizes, args.log_std_init, args.safety_eta
-    agent = Agent(*sizes).to(args.device)
-    critics = [*agent.critics.parameters(), *agent.q_c.parameters(), *agent.b_c.parameters()]
-    optimizer = torch.optim.Adam(critics, args.critic_learning_rate, fused=True)
+    agent = Agent(obs_size, act_size, m, args.hidden_sizes, args.log_std_init).to(args.device)
+    agent.safety_eta = args.safety_eta
+    optimizer = torch.optim.Adam(agent.critics.parameters(), args.critic_learning_rate, fused=True)
+    optimizer.add_param_group({"params": [*agent.q_c.parameters(), *agent.b_c.parameters()]})
     ascent = torch.optim.Adam(agent.policy_parameters(), args.policy_learning_rate, eps=1e-5)
     to_device = partial(torch.as_tensor, dtype=torch.float64, device=args.device)
 
@@ -360,6 +359,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         b_constraint = agent.constraint(b_obs)
         b_slack, scaled = b_constraint[2][:, 0], advantages / (advantages.std(0) + 1e-8)
         mixed = torch.where(b_slack >= 0.0, scaled[:, 0], -scaled[:, 1])
+        q = accepted = backtracks = np.nan  # no H, no line search
         log_prob_k = log_prob(b_means, std_k, b_actions)
         for _ in range(args.policy_epochs):
             for mb_inds in torch.randperm(args.batch_size).split(args.policy_minibatch):
@@ -422,11 +422,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             "losses/explained_variance_c": explained[1].item(),
             "losses/entropy": (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item(),
             "dual/c": c[0], "dual/lam": np.nan, "dual/mu": np.nan,
-            "dual/q": np.nan, "dual/r": np.nan, "dual/s": np.nan, "dual/integral": np.nan,
+            "dual/q": q, "dual/r": np.nan, "dual/s": np.nan, "dual/integral": np.nan,
             "dual/case": np.nan,
             # of the update before this batch
             "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c[0] - state["rho_c"],
-            "linesearch/accepted": np.nan, "linesearch/backtracks": np.nan,
+            "linesearch/accepted": accepted, "linesearch/backtracks": backtracks,
             "time/rollout": rollout_time, "time/update": update_time, "time/eval": eval_time,
         } | {f"charts/avg_cost_{i + 1}": rho_c[i] for i in range(1, m)}
         # fmt: on

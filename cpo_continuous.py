@@ -1,9 +1,9 @@
 """CPO: Constrained Policy Optimization (Achiam, Held, Tamar and Abbeel, ICML 2017), in one file.
 
 In a task with discount gamma, maximise the discounted reward subject to a discounted cost, both as
-averages per step, (1 - gamma) times the sum: J_C(pi) <= l. With the value V and the advantage
-A(s,a) = r + gamma E V(s') - V(s), an update solves the problem linearised at the present policy,
-g and a the gradients of the reward and the cost surrogate, H the Fisher matrix and c = J_C - l:
+averages per step, (1 - gamma) times the sum: J_C(pi) <= l. With the value V, the advantage
+A(s,a) = r + gamma E V(s') - V(s), the gradients g and a of the reward and the cost surrogate, the
+Fisher matrix H and c = J_C - l, an update solves the problem linearised at the present policy:
 
     maximise g'x   subject to   c + a'x <= 0   and   0.5 x'Hx <= delta
 
@@ -11,11 +11,9 @@ If that has a solution, x = H^-1 (g - a mu) / lam with the exact multipliers. If
 x = -sqrt(2 delta) H^-1 a / sqrt(a'H^-1 a) recovers: it lowers the cost and forgets the reward.
 A line search on the true surrogates and KL follows either way; then the critics are fitted.
 
-    python cpo_continuous.py --env-id PointGather
     python cpo_continuous.py --env-id AntCircle --gamma 0.99
-    python cpo_continuous.py --resume runs/PointGather__cpo_continuous__1__1700000000
 
-The base of the other scripts: read `diff cpo_continuous.py acpo_continuous.py` next.
+The base of the other scripts; `diff cpo_continuous.py acpo_continuous.py` is the next lesson.
 Page: docs/cpo_continuous.md.
 """
 
@@ -267,22 +265,21 @@ def surrogates(agent: Agent, obs, actions, advantages, mean_k, std_k) -> tuple:
     return L[0], L[1:], kl.item()
 
 
-def line_search(agent: Agent, x, surrogates: Callable, c: np.ndarray, delta, coef, trials):
-    """Shorten x until it holds what it promises; restore the policy exactly if it never does.
+def line_search(agent: Agent, x, surrogates: Callable, floor, ceiling, delta, coef, trials):
+    """Shorten x until L_r >= floor, L_c <= ceiling and KL <= delta; if never, restore the policy.
 
-    It asks for KL <= delta, L_c <= max(0, -c) and, where no constraint is violated, L_r >= 0.
-    Returns (accepted, backtracks, L_r, L_c, KL).
+    It is restored bit for bit. Returns (accepted, backtracks, L_r, L_c, KL).
     """
     parameters = agent.policy_parameters()
     start = flat(parameters).detach().clone()
     for j in range(trials + 1):
         nn.utils.vector_to_parameters(start + coef**j * x, parameters)
         L_r, L_c, kl = surrogates()
-        reward_ok = L_r >= 0.0 or (c > 0.0).any()
-        if kl <= delta and reward_ok and (L_c <= np.maximum(0.0, -c)).all():  # NaN fails too
+        finite = np.isfinite([L_r, *L_c, kl]).all()
+        if finite and L_r >= floor and (L_c <= ceiling).all() and kl <= delta:
             return True, j, L_r, L_c, kl
     nn.utils.vector_to_parameters(start, parameters)
-    return False, trials + 1, 0.0, np.zeros(len(c)), 0.0
+    return False, trials + 1, 0.0, np.zeros(len(L_c)), 0.0
 
 
 @torch.no_grad()
@@ -417,7 +414,8 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
-        b_fisher = b_obs[:: max(1, args.batch_size // args.fisher_samples)]
+        every = max(1, args.batch_size // args.fisher_samples)  # steps, of all environments
+        b_fisher = b_obs.view(num_steps, num_envs, -1)[::every].flatten(0, 1)
         fvp = fisher_vector_product(agent, b_fisher, args.cg_damping)
         gradients = surrogate_gradients(agent, b_obs, b_actions, advantages)  # g, a_1, .., a_m
         Hinv = torch.stack([conjugate_gradient(fvp, b, args.cg_iterations) for b in gradients])
@@ -425,7 +423,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         gram = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
-        # the linear model says. What violation that leaves tightens the limit (not in recovery).
+        # the linear model says. What violation that leaves tightens the limit from then on.
         integral = np.array(state["integral"])
         tight = c + integral
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
@@ -438,8 +436,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         else:
             x = to_device([1.0, *-mu]) @ Hinv / lam  # [ACPO eq.14]
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
-        search = args.delta, args.backtrack_coef, args.backtrack_iterations
-        accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, tight, *search)
+        floor = -np.inf if (tight > 0.0).any() else 0.0  # the reward may fall where J_C has to
+        rules = floor, np.maximum(0.0, -tight), args.delta
+        search = *rules, args.backtrack_coef, args.backtrack_iterations
+        accepted, backtracks, L_r, L_c, kl = line_search(agent, x, promise, *search)
         agent.log_std.data.clamp_(min=args.log_std_min)
 
         # Critics

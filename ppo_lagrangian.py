@@ -1,18 +1,17 @@
 """PPO with a Lagrangian (Schulman et al., 2017; Ray et al., 2019), in one file.
 
-In a task with discount gamma, follow a mixture of reward and cost with a fixed weight ell, as in
-the ACPO paper. With the value V and the advantage A(s,a) = r + gamma E V(s') - V(s), ascend by
-minibatches, for the ratio of the new to the old probability of the actions taken,
+In a task with discount gamma, maximise the discounted reward subject to an average cost per step
+J_C(pi) <= l. With the value V, the advantage A(s,a) = r + gamma E V(s') - V(s) and the ratio of the
+new to the old probability of an action, an update follows, by minibatches,
+a mixture of both, with a fixed weight ell as in the ACPO paper. Its objective
 
-    L = mean min(ratio A, clip(ratio, 1 - eps, 1 + eps) A),   A = (1 - ell) A_r - ell A_C
+    mean min(ratio A, clip(ratio, 1 - eps, 1 + eps) A),   A = (1 - ell) A_r - ell A_C
 
-The clip takes the place of the trust region. The limit l is not in it: a fixed ell does not know
-the limit. `--adaptive` lets the multiplier mu = ell / (1 - ell) rise and fall with the measured
-violation of the average cost per step instead.
+has a clip in place of the trust region.
+The limit l is a constant in it: a fixed ell does not know the limit. With `--adaptive` the
+multiplier mu = ell / (1 - ell) rises and falls with the measured violation instead.
 
-    python ppo_lagrangian.py --env-id PointGather --ell 0.55
     python ppo_lagrangian.py --env-id PointCircle --adaptive
-    python ppo_lagrangian.py --resume runs/PointGather__ppo_lagrangian__1__1700000000
 
 Differs from atrpo_lagrangian.py in the criterion, which is discounted, and in the update (lines
 marked "PPO:"): first-order steps on a clipped surrogate. Page: docs/ppo_lagrangian.md.
@@ -261,6 +260,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     signals = np.zeros((num_steps, num_envs, 1 + m))  # reward, costs
     raw_rewards, dones = np.zeros((2, num_steps, num_envs))
     alive = np.zeros((num_steps, num_envs, 1))
+    gammas = to_device([args.gamma] * (1 + m))
     own = {"PointGather": 0.55, "Grid": 0.6}.get(args.env_id, 0.5)  # the paper's
     ell, mu = own if args.ell is None else args.ell, 0.0
     lambdas = to_device([args.gae_lambda] + [args.cost_gae_lambda] * m)
@@ -292,11 +292,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
         rho = to_device(signals).mean((0, 1))
-        criterion = 0.0, args.gamma, lambdas  # a discounted sum: no average to subtract
+        criterion = 0.0, gammas, lambdas  # a discounted sum: no average to subtract
         # The mean of V dwarfs what V says of a state: the critics leave it out, it is solved for.
         live = to_device(alive)
-        gap = (to_device(signals) + args.gamma * live * next_values - values).mean((0, 1))
-        constant = gap / (1.0 - args.gamma * live.mean())
+        gap = (to_device(signals) + gammas * live * next_values - values).mean((0, 1))
+        constant = gap / (1.0 - gammas * live.mean())
         values, next_values = values + constant, (next_values + constant) * live
         chain = to_device(signals), values, next_values, to_device(dones)[..., None]
         advantages = compute_gae(*chain, *criterion).flatten(0, 1)
@@ -314,6 +314,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # LAG: mixed in raw units: standardised apart, the weights would drift
         mixed = (1.0 - ell) * advantages[:, 0] - ell * advantages[:, 1:].sum(1)
         mixed /= mixed.std() + 1e-8  # PPO: Adam and the clip want a unit; the mixture keeps its own
+        q = accepted = backtracks = np.nan  # no H, no line search
         log_prob_k = log_prob(b_means, std_k, b_actions)
         for _ in range(args.policy_epochs):
             for mb_inds in torch.randperm(args.batch_size).split(args.policy_minibatch):
@@ -368,11 +369,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             "losses/explained_variance_c": explained[1].item(),
             "losses/entropy": (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item(),
             "dual/c": c[0], "dual/lam": np.nan, "dual/mu": ell / max(1.0 - ell, 1e-12),
-            "dual/q": np.nan, "dual/r": np.nan, "dual/s": np.nan, "dual/integral": np.nan,
+            "dual/q": q, "dual/r": np.nan, "dual/s": np.nan, "dual/integral": np.nan,
             "dual/case": np.nan,
             # of the update before this batch
             "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c[0] - state["rho_c"],
-            "linesearch/accepted": np.nan, "linesearch/backtracks": np.nan,
+            "linesearch/accepted": accepted, "linesearch/backtracks": backtracks,
             "time/rollout": rollout_time, "time/update": update_time, "time/eval": eval_time,
         } | {f"charts/avg_cost_{i + 1}": rho_c[i] for i in range(1, m)}
         # fmt: on

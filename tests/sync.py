@@ -45,7 +45,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     "conjugate_gradient": [NATURAL],
     "solve_dual": [(CPO, ACPO)],
     "recovery_step": [(CPO, ACPO)],
-    "line_search": [(CPO, ACPO, ATRPO)],
+    "line_search": [NATURAL],
     "update_multiplier": [(ATRPO, PPO)],
     "log_prob": [(PPO, BVF)],
     "clipped_loss": [(PPO, BVF)],
@@ -57,11 +57,11 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     "main: A new": [(CPO, ACPO, PCPO), (ATRPO,), (PPO,), (BVF,)],  # what a checkpoint holds
     "main: Storage of": [(CPO, PCPO), (ACPO,), (ATRPO,), (PPO,), (BVF,)],
     "main: iterations args": [(CPO, PCPO, PPO, BVF), (ACPO, ATRPO)],  # the rollout: what an end is
-    "main: Advantages by": [(CPO, PCPO), (ACPO,), (ATRPO,), (PPO,), (BVF,)],
+    "main: Advantages by": [(CPO, PCPO), (ACPO,), (ATRPO,), (PPO, BVF)],
     "main: Policy": [(CPO,), (ACPO,), (PCPO,), (ATRPO,), (PPO,), (BVF,)],
     "main: Critics": [(CPO, ACPO, PCPO, ATRPO, PPO), (BVF,)],
     "main: Evaluation of": [SCRIPTS],
-    "main: Log with": [(CPO, ACPO, PCPO), (ATRPO,), (PPO,), (BVF,)],  # which tags are NaN
+    "main: Log with": [(CPO, ACPO, PCPO), (ATRPO, PPO), (BVF,)],  # which tags are NaN
     "main: Save": [(CPO, ACPO, PCPO), (ATRPO,), (PPO,), (BVF,)],
     "main: env close": [SCRIPTS],
     "tail": [SCRIPTS],
@@ -76,21 +76,19 @@ ROWS |= {
 # Where a paragraph is not equal it is nearly so: (segment, script, base) -> lines that differ.
 NEAR = {
     ("main: env eval_env", PPO, CPO): 1,
-    ("main: env eval_env", BVF, PPO): 6,
+    ("main: env eval_env", BVF, PPO): 4,
     ("main: A new", ATRPO, CPO): 1,
     ("main: A new", PPO, ATRPO): 1,
     ("main: A new", BVF, PPO): 1,
     ("main: Storage of", ACPO, CPO): 1,
     ("main: Storage of", ATRPO, ACPO): 2,
-    ("main: Storage of", PPO, ATRPO): 2,
-    ("main: Storage of", BVF, PPO): 2,
+    ("main: Storage of", PPO, ATRPO): 3,
+    ("main: Storage of", BVF, PPO): 3,
     ("main: iterations args", ACPO, CPO): 3,
     ("main: Advantages by", ACPO, CPO): 7,
     ("main: Advantages by", ATRPO, ACPO): 5,
-    ("main: Advantages by", PPO, CPO): 5,
-    ("main: Advantages by", BVF, PPO): 3,
+    ("main: Advantages by", PPO, CPO): 8,
     ("main: Log with", ATRPO, CPO): 3,
-    ("main: Log with", PPO, ATRPO): 2,
     ("main: Log with", BVF, PPO): 1,
     ("main: Save", ATRPO, CPO): 1,
     ("main: Save", PPO, ATRPO): 1,

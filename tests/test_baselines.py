@@ -394,6 +394,7 @@ def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
     """CPO recovers by the cost alone; ACPO adds the reward. Else both take the best step."""
     flags = {"cost_limit": (limit,), "delta": 0.01, "backtrack_coef": 0.75, "integral_gain": 0.1}
     tightened, cases = 0.0, []
+    asked = keep(monkeypatch, script, "line_search", lambda args, _: args[3:5])
     for H, g, a, x, row in updates(script, monkeypatch, tmp_path, **flags):
         v, w = np.linalg.solve(H, g), np.linalg.solve(H, a)
         q, r, s, c = g @ v, a @ v, a @ w, row["dual/c"] + tightened
@@ -409,8 +410,12 @@ def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
             wanted = (v - (lam * c + r) / s * w) / lam
             assert cases[-1] == 1
         np.testing.assert_allclose(x, shortened(wanted, row, 0.75), rtol=1e-5, atol=1e-9)
+        # Within the slack the cost may rise; when violated it may not, but the reward may fall.
+        floor, (ceiling,) = asked.pop(0)
+        assert floor == (-np.inf if c > 0 else 0.0)
+        assert ceiling == pytest.approx(max(0.0, -c), rel=1e-9, abs=1e-15)
         tightened = row["dual/integral"]
-    assert case in cases
+    assert case in cases and not asked
 
 
 @pytest.mark.parametrize("limit", [0.2, 5.0])
@@ -419,11 +424,12 @@ def test_update_of_pcpo(projection, limit, monkeypatch, tmp_path):
     """The whole of it: no line search shortens it, however far it goes."""
     flags = {"cost_limit": (limit,), "delta": 0.01, "projection": projection}
     flags |= {"integral_gain": 0.1}
+    tightened = 0.0
     for H, g, a, x, row in updates(pcpo, monkeypatch, tmp_path, **flags):
         metric = H if projection == "kl" else np.eye(len(g))
         v, w = np.linalg.solve(H, g), np.linalg.solve(metric, a)
         x1 = np.sqrt(2 * 0.01 / (g @ v)) * v
-        excess = row["dual/c"] + row["dual/integral"] + a @ x1
+        excess, tightened = row["dual/c"] + tightened + a @ x1, row["dual/integral"]
         np.testing.assert_allclose(x, x1 - max(0, excess) / (a @ w) * w, rtol=1e-5, atol=1e-9)
         assert (excess > 0) == (limit == 0.2) == (row["dual/case"] == 1)
         if limit == 0.2 and projection == "kl":

@@ -1,8 +1,6 @@
 """The scripts stay short, and neighbours stay close: the diff of two scripts is a lesson.
 
-Changed lines are counted as in a side-by-side diff: a replaced hunk counts its longer side, an
-insertion its lines, a deletion its lines. A function or class that disappears as a whole does not
-count, as a reader sees that as one fact; one that appears does.
+Changed lines are counted as `diff old new | grep -c '^[<>]'` counts them: a replaced line is two.
 """
 
 import ast
@@ -11,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from sync import ACPO, ATRPO, BVF, CPO, PCPO, PPO, SCRIPTS, changed, first_line
+from sync import ACPO, ATRPO, BVF, CPO, PCPO, PPO, SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = {CPO: 520, ACPO: 520, PCPO: 520, ATRPO: 520, PPO: 460, BVF: 470}  # the last: no line search
 CHANGES = {
     (CPO, ACPO): 60,
-    (CPO, PCPO): 80,
+    (CPO, PCPO): 95,  # 33 of them are solve_dual, which disappears
     (ACPO, ATRPO): 130,
-    (ATRPO, PPO): 150,
+    (ATRPO, PPO): 165,  # 84 of them are what a step with H needs, which disappears
     (PPO, BVF): 130,
 }
 KEYS = {ACPO: "ACPO", PCPO: "PCPO", ATRPO: "LAG", PPO: "PPO", BVF: "BVF"}
@@ -30,23 +28,16 @@ def source(script: str) -> str:
     return (ROOT / f"{script}.py").read_text()
 
 
-def without(text: str, names: set[str]) -> str:
-    """The text without the top-level functions and classes of these names."""
-    lines = text.splitlines()
-    gone = set()
-    for node in ast.parse(text).body:
-        if getattr(node, "name", None) in names:
-            gone.update(range(first_line(node), node.end_lineno + 2))  # and two blank lines
-    return "\n".join(line for i, line in enumerate(lines) if i not in gone)
-
-
 def distance(old: str, new: str) -> int:
-    """Lines that change from one script to another, both given as text."""
-    names = [
-        {getattr(node, "name", None) for node in ast.parse(text).body} - {None}
-        for text in (old, new)
-    ]
-    return changed(without(old, names[0] - names[1]), new)
+    """The fewest lines that can go and come to make one text of the other."""
+    a, b = old.splitlines(), new.splitlines()
+    common = [0] * (len(b) + 1)  # of the a read so far and b[:j]: the longest common subsequence
+    for line in a:
+        before = common
+        common = [0]
+        for j, other in enumerate(b):
+            common.append(before[j] + 1 if line == other else max(before[j + 1], common[j]))
+    return len(a) + len(b) - 2 * common[-1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -62,11 +53,10 @@ def test_distance_between_neighbours(old, new):
 
 
 def test_what_counts_as_a_change():
-    old = "import a\n\n\ndef f():\n    return 1\n\n\n@g\ndef h():\n    return 2\n\n\nx = 1\n"
+    old = "import a\n\n\ndef f():\n    return 1\n\n\nx = 1\n"
     assert distance(old, old) == 0
-    assert distance(old, old.replace("return 2", "return 3")) == 1
-    gone = old.replace("@g\ndef h():\n    return 2\n\n\n", "")
-    assert distance(old, gone) == 0 and distance(gone, old) == 5
+    assert distance(old, old.replace("return 1", "return 3")) == 2
+    assert distance(old, old.replace("def f():\n    return 1\n\n\n", "")) == 4
     assert distance(old, old.replace("x = 1", "x = 1\ny = 2\nz = 3")) == 2
 
 

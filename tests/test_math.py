@@ -431,10 +431,11 @@ def test_line_search_restores_bit_for_bit(agent):
         (1.0, [0.1], 0.0),
         (1.0, [0.0], 1.0),
         (np.nan, [np.nan], np.nan),
+        (np.inf, [0.0], 0.0),
     ):
         verdict = (bad[0], np.array(bad[1]), bad[2])
         accepted, backtracks, *_ = line_search(
-            agent, x, lambda v=verdict: v, np.array([-0.05]), 0.01, 0.75, 10
+            agent, x, lambda v=verdict: v, 0.0, np.array([0.05]), 0.01, 0.75, 10
         )
         assert not accepted and backtracks == 11
         assert all(
@@ -446,19 +447,18 @@ def test_line_search_rules(agent):
     start = flat(agent.policy_parameters()).detach().clone()
     x = torch.full_like(start, 1e-3)
 
-    def search(c, verdicts):
+    def search(floor, ceiling, verdicts):
         torch.nn.utils.vector_to_parameters(start, agent.policy_parameters())
         answers = iter(verdicts)
-        rules = 0.01, 0.5, 5
-        return line_search(agent, x, lambda: next(answers), np.array([c]), *rules)
+        rules = floor, np.array([ceiling]), 0.01, 0.5, 5
+        return line_search(agent, x, lambda: next(answers), *rules)
 
     ok = (1.0, np.array([0.0]), 0.01)
     accepted, backtracks, *_ = search(
-        -0.1, [(1.0, np.array([0.0]), 0.02), (-1e-9, np.array([0.0]), 0.0), ok]
+        0.0, 0.1, [(1.0, np.array([0.0]), 0.02), (-1e-9, np.array([0.0]), 0.0), ok]
     )
     assert accepted and backtracks == 2
     torch.testing.assert_close(flat(agent.policy_parameters()).detach(), start + 0.25 * x)
-    # within the slack the cost may rise, when violated it may not; the reward may fall only then
-    assert search(-0.1, [(1.0, np.array([0.1]), 0.0)])[1] == 0
-    assert search(0.1, [(1.0, np.array([1e-9]), 0.0), ok])[1] == 1
-    assert search(0.1, [(-1.0, np.array([-1e-9]), 0.0)])[1] == 0
+    assert search(0.0, 0.1, [(1.0, np.array([0.1]), 0.0)])[1] == 0
+    assert search(-np.inf, 0.0, [(1.0, np.array([1e-9]), 0.0), ok])[1] == 1
+    assert search(-np.inf, 0.0, [(-1.0, np.array([-1e-9]), 0.0)])[1] == 0

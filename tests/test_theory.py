@@ -609,7 +609,8 @@ def acpo(pi, P, r, costs, limits, updates=200, delta=0.01, t=0.75, adapt=True, s
             L = np.einsum("s,sa,isa->i", d, pi_new, A)
             return L[0], L[1:], (d * kl(pi_new, pi)).sum()
 
-        accepted, *_ = line_search(agent, x, surrogates, c, delta, 0.75, 10)
+        floor, ceiling = -np.inf if (c > 0.0).any() else 0.0, np.maximum(0.0, -c)
+        accepted, *_ = line_search(agent, x, surrogates, floor, ceiling, delta, 0.75, 10)
         rows.append((values[0].J, J_C, case, accepted))
         delta *= shrink if adapt else 1.0
     J, J_C, cases, accepted = zip(*rows, strict=True)
