@@ -388,6 +388,20 @@ def shortened(x, row, coef):
     return x * coef ** row["linesearch/backtracks"] * row["linesearch/accepted"]
 
 
+@pytest.mark.parametrize("script", [cpo, acpo, pcpo, atrpo])
+def test_every_environment_counts_in_the_fisher_matrix(script, monkeypatch, tmp_path):
+    """A quarter of the states, but of all environments: else a step may go far where one is."""
+    sampled = keep(monkeypatch, script, "fisher_vector_product", lambda args, _: args[1])
+    batches = keep(monkeypatch, script, "surrogate_gradients", lambda args, _: args[1])
+    flags = {"num_envs": 8, "batch_size": 128, "fisher_samples": 32, "total_timesteps": 256}
+    script.main(script.Args(run_dir=str(tmp_path), **TINY | flags))
+    assert len(sampled) == len(batches) == 2
+    for few, every in zip(sampled, batches, strict=True):
+        assert len(few) == 32 and len(every) == 128
+        for of_one in every.view(16, 8, -1).unbind(1):
+            assert sum((few == state).all(1).any().item() for state in of_one) == 4
+
+
 @pytest.mark.parametrize(("limit", "case"), [(0.2, 2), (0.45, 1), (5.0, 0)])
 @pytest.mark.parametrize(("script", "t"), [(cpo, 1.0), (acpo, 0.75)])
 def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
