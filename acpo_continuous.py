@@ -45,7 +45,7 @@ class Args:
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
     delta: float = 0.02  # KL trust-region radius (nats)
     recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
-    hold: Literal["both", "settled", "integral", "violated", "literal"] = "both"  # how J_C is kept
+    hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
@@ -402,10 +402,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
         c = (rho_c := rho[1:].cpu().numpy()) - limit
-        if args.hold in ("both", "settled"):
-            # DEVIATION: a batch starts in states that earlier policies left. J_C is the mean of
-            # C + V_C(s') - V_C(s) from any state on, so with V_C it is that of this policy alone.
-            c += (b_next_values - b_values).mean(0)[1:].cpu().numpy()
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
@@ -422,7 +418,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         integral = np.array(state["integral"])
         tight = c + integral
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
-        if args.hold in ("both", "integral") and (case != "recovery" or (rho_c < limit).all()):
+        if args.hold == "integral" and (case != "recovery" or (rho_c < limit).all()):
             integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution

@@ -47,7 +47,7 @@ class Args:
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
     delta: float = 0.02  # KL trust-region radius (nats)
     projection: Literal["kl", "l2"] = "kl"  # closest policy in KL or in the parameters
-    hold: Literal["both", "settled", "integral", "literal"] = "both"  # how J_C is kept
+    hold: Literal["integral", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
@@ -327,6 +327,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     signals = np.zeros((num_steps, num_envs, 1 + m))  # reward, costs
     raw_rewards, dones = np.zeros((2, num_steps, num_envs))
     alive = np.zeros((num_steps, num_envs, 1))
+    gammas = to_device([args.gamma] * (1 + m))
     lambdas = to_device([args.gae_lambda] + [args.cost_gae_lambda] * m)
 
     iterations = args.total_timesteps // args.batch_size
@@ -356,11 +357,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             b_values, b_next_values = agent.values(b_obs.float()), agent.values(b_next_obs.float())
         values, next_values = b_values.view(signals.shape), b_next_values.view(signals.shape)
         rho = to_device(signals).mean((0, 1))
-        criterion = 0.0, args.gamma, lambdas  # a discounted sum: no average to subtract
+        criterion = 0.0, gammas, lambdas  # a discounted sum: no average to subtract
         # The mean of V dwarfs what V says of a state: the critics leave it out, it is solved for.
         live = to_device(alive)
-        gap = (to_device(signals) + args.gamma * live * next_values - values).mean((0, 1))
-        constant = gap / (1.0 - args.gamma * live.mean())
+        gap = (to_device(signals) + gammas * live * next_values - values).mean((0, 1))
+        constant = gap / (1.0 - gammas * live.mean())
         values, next_values = values + constant, (next_values + constant) * live
         chain = to_device(signals), values, next_values, to_device(dones)[..., None]
         advantages = compute_gae(*chain, *criterion).flatten(0, 1)
@@ -370,10 +371,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         advantages -= advantages.mean(0)
         advantages[:, 0] /= advantages[:, 0].std() + 1e-8  # never the costs': a'x has the unit of c
         c = (rho_c := rho[1:].cpu().numpy()) - limit
-        if args.hold in ("both", "settled"):
-            # DEVIATION: a batch starts in states that earlier policies left. J_C is the mean of
-            # C + V_C(s') - V_C(s) from any state on, so with V_C it is that of this policy alone.
-            c += (b_next_values - b_values).mean(0)[1:].cpu().numpy()
 
         # Policy
         b_actions, b_means = (to_device(x.reshape(-1, act_size)) for x in (actions, means))
@@ -395,7 +392,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         directions, gram = (Hinv[1:], S) if args.projection == "kl" else (gradients[1:], plain)
         x, mu = project(Hinv[0] / lam, directions, tight + r / lam, gram)
         case = "boundary" if mu.any() else "trust_region"
-        if args.hold in ("both", "integral"):
+        if args.hold == "integral":
             integral = np.clip(integral + args.integral_gain * (rho_c - limit), 0.0, limit)
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
         search = -np.inf, np.inf, np.inf, 1.0, 0  # PCPO: takes x as it is, if it is finite
