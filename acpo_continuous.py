@@ -43,8 +43,8 @@ class Args:
     cost_limit: tuple[float, ...] = ()  # l per step and constraint (empty: the environment's own)
     gae_lambda: float = 0.9  # GAE parameter of the reward advantage
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
-    delta: float = 0.02  # KL trust-region radius (nats)
-    recovery_t: float = 0.75  # t of eq.16: 1 only lowers cost, 0 only lowers reward
+    delta: float = 0.04  # KL trust-region radius (nats)
+    recovery_t: float = 1.0  # t of eq.16: 1 only lowers cost, 0 only lowers reward
     hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed

@@ -42,7 +42,7 @@ class Args:
     cost_limit: tuple[float, ...] = ()  # l per step and constraint (empty: the environment's own)
     gae_lambda: float = 0.9  # GAE parameter of the reward advantage
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
-    delta: float = 0.02  # KL trust-region radius (nats)
+    delta: float = 0.04  # KL trust-region radius (nats)
     ell: float | None = None  # cost weight (None: AntCircle .6, AntGather .45, Grid .45, else .5)
     adaptive: bool = False  # learn the multiplier ell / (1 - ell) from the measured cost
     multiplier_rate: float = 0.5  # with --adaptive: its change per update and relative violation

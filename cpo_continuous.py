@@ -44,7 +44,7 @@ class Args:
     gamma: float = 0.999  # discount per step of reward and costs
     gae_lambda: float = 0.9  # GAE parameter of the reward advantage
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
-    delta: float = 0.02  # KL trust-region radius (nats)
+    delta: float = 0.04  # KL trust-region radius (nats)
     hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
     fisher_samples: int = 1024  # states of the batch on which H is computed

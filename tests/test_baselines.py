@@ -407,6 +407,7 @@ def test_every_environment_counts_in_the_fisher_matrix(script, monkeypatch, tmp_
 def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
     """CPO recovers by the cost alone; ACPO adds the reward. Else both take the best step."""
     flags = {"cost_limit": (limit,), "delta": 0.01, "backtrack_coef": 0.75, "integral_gain": 0.1}
+    flags |= {"recovery_t": t} if script is acpo else {}
     tightened, cases = 0.0, []
     asked = keep(monkeypatch, script, "line_search", lambda args, _: args[3:5])
     for H, g, a, x, row in updates(script, monkeypatch, tmp_path, **flags):
