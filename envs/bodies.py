@@ -156,12 +156,22 @@ class AntBody:
             )
         return spec.compile()
 
-    def start(self, rows: np.ndarray) -> None:
-        """At the origin, standing, with noise 0.01 on the pose and 0.1 on the velocities."""
+    def start(self, rows: np.ndarray, where_it_is: bool = False) -> None:
+        """Standing, with noise 0.01 on the pose and 0.1 on the velocities: at the origin,
+        or where it is and with its heading, unless that is out of reach or no number."""
         noise = self.random.normal(rows, 29)
         qpos = self.start_qpos + 0.01 * noise[:, :15]
         w, x, y, z = qpos[:, 3], qpos[:, 4], qpos[:, 5], qpos[:, 6]
         qpos[:, 3:7] /= np.sqrt(w * w + x * x + y * y + z * z)[:, None]
+        if where_it_is:
+            here = self.positions[rows]
+            kept = np.isfinite(here).all(axis=1) & (np.hypot(here[:, 0], here[:, 1]) < self.reach)
+            half = 0.5 * np.where(kept, quaternion_yaw(here[:, 3:7]), 0.0)
+            qpos[:, :2] += np.where(kept[:, None], here[:, :2], 0.0)
+            w, x, y, z = qpos[:, 3:7].T
+            cos, sin = np.cos(half), np.sin(half)  # a turn about z, from the left
+            turned = [cos * w - sin * z, cos * x - sin * y, cos * y + sin * x, cos * z + sin * w]
+            qpos[:, 3:7] = np.stack(turned, axis=1)
         self.positions[rows] = qpos
         self.velocities[rows] = 0.1 * noise[:, 15:]
         self.warmstart[rows] = 0.0

@@ -629,6 +629,33 @@ def test_a_lost_ant_regenerates(env_id, how):
         assert np.isfinite(obs).all() and not infos["regenerated"].any()
 
 
+@pytest.mark.parametrize("heading", [-3.0, -1.0, 0.0, 2.5])
+def test_a_fallen_ant_of_the_circle_stands_up_where_it_is(heading):
+    """Carried back to the start, it would learn to fall: the way back costs more than the 10."""
+    env = envs.make_vec("AntCircle", 4, seed=1)
+    env.reset()
+    lying = Rotation.from_euler("ZX", [heading, np.pi])  # on its back
+    env.body.positions[:, :3] = [5.0, -8.0, 0.5]
+    env.body.positions[:, 3:7] = np.roll(lying.as_quat(), 1)
+    env.body.positions[3, 0] = 19.0  # and beyond the reach, together with y
+    env.body.center3[:] = env.body.positions[:, :3]
+    obs, rewards, _, _, infos = env.step(np.zeros((4, 8)))
+    assert infos["regenerated"].all() and (rewards == -10.0).all()
+    np.testing.assert_allclose(obs[:3, :2], [[5.0, -8.0]] * 3, atol=0.2)
+    np.testing.assert_allclose(obs[3, :2], 0.0, atol=0.05)
+    before = env.body.center3.copy()
+    _, rewards, _, _, infos = env.step(np.zeros((4, 8)))  # standing up was not paid as a way
+    assert not infos["regenerated"].any() and np.abs(rewards).max() < 3.0
+    assert np.abs(env.body.center3 - before).max() < 0.1
+    env.body.positions[:, 3:7] = np.roll(lying.as_quat(), 1)
+    env.body.positions[3, 0] = np.nan
+    env.body.start(np.arange(4), where_it_is=True)
+    for row, expected in enumerate([heading] * 3 + [0.0]):
+        turn = Rotation.from_quat(np.roll(env.body.positions[row, 3:7], -1))
+        assert turn.as_matrix()[2, 2] > 0.99
+        assert abs(np.angle(np.exp(1j * (turn.as_euler("zyx")[0] - expected)))) < 0.1
+
+
 def test_what_counts_as_lost():
     env = envs.make_vec("AntCircle", 8, seed=0)
     env.reset()
