@@ -2,6 +2,7 @@
 
     python benchmark/report.py runs/benchmark/quick
     python benchmark/report.py runs/benchmark/practical --out benchmark/results/practical
+    python benchmark/report.py runs/benchmark/practical runs/benchmark/hold --steps 1000000
 
 Writes results.csv (one row per run), results.md (one row per algorithm and task, means over seeds)
 and PNG figures: curves_TASK, scatter, throughput and, for each swept flag, sweep_FLAG. Runs that
@@ -47,8 +48,9 @@ RESAMPLES = 10_000  # of the bootstrap
 
 @dataclass
 class Args:
-    folder: Annotated[Path, tyro.conf.Positional]  # the --out of benchmark/run.py
-    out: Path | None = None  # where to write (None: FOLDER/report)
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]  # each the --out of benchmark/run.py
+    out: Path | None = None  # where to write (None: report/ in the first folder)
+    steps: int = 0  # read longer runs only up to here, to compare at equal steps (0: all of them)
 
 
 @dataclass
@@ -86,10 +88,10 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def read_progress(path: Path) -> dict[str, np.ndarray]:
-    """Columns of progress.csv; an empty cell is nan."""
+def read_progress(path: Path, steps: int = 0) -> dict[str, np.ndarray]:
+    """Columns of progress.csv, up to a number of steps unless 0; an empty cell is nan."""
     with open(path) as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if not 0 < steps < int(row["global_step"])]
     return {tag: np.array([float(row[tag] or "nan") for row in rows]) for tag in rows[0]}
 
 
@@ -113,10 +115,10 @@ def commits_of(record: dict, arguments: dict) -> str:
     return f"{names} with uncommitted changes" if dirty else names
 
 
-def read_run(home: Path, record: dict) -> Run:
+def read_run(home: Path, record: dict, steps: int = 0) -> Run:
     folder = home / record["folder"]
     try:
-        progress = read_progress(folder / "progress.csv")
+        progress = read_progress(folder / "progress.csv", steps)
         arguments = json.loads((folder / "args.json").read_text())
         reward, cost = (progress[f"charts/avg_{x}"] for x in ("reward", "cost"))
         step, limit = progress["global_step"], progress["charts/cost_limit"]
@@ -143,16 +145,16 @@ def read_run(home: Path, record: dict) -> Run:
         refuse(f"{folder}: cannot be read ({error!r})")
 
 
-def read_runs(folder: Path) -> tuple[list[Run], int]:
+def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int]:
     """The finished runs, and how many are not."""
-    paths = sorted(folder.glob("*/record.json"))
+    paths = [path for folder in folders for path in sorted(folder.glob("*/record.json"))]
     records = [(path.parent, json.loads(path.read_text())) for path in paths]
     done = [
         (home, record)
         for home, record in records
         if any(attempt["exit_code"] == 0 for attempt in record["attempts"])
     ]
-    return [read_run(home, record) for home, record in done], len(records) - len(done)
+    return [read_run(home, record, steps) for home, record in done], len(records) - len(done)
 
 
 def position(names, name: str) -> tuple[int, str]:
@@ -409,10 +411,11 @@ def panels(n: int):
 
 
 def main(args: Args) -> None:
-    runs, unfinished = read_runs(args.folder)
+    runs, unfinished = read_runs(args.folders, args.steps)
     if not runs:
-        refuse(f"{args.folder}: has no finished run of benchmark/run.py ({unfinished} unfinished)")
-    out = args.out or args.folder / "report"
+        names = ", ".join(map(str, args.folders))
+        refuse(f"{names}: has no finished run of benchmark/run.py ({unfinished} unfinished)")
+    out = args.out or args.folders[0] / "report"
     out.mkdir(parents=True, exist_ok=True)
     groups = group_runs(runs)
     colors = colors_of(groups)

@@ -248,7 +248,7 @@ def test_interrupt_resume_failure_and_skip(tmp_path):
     assert exit_codes(tmp_path, unborn) == [0]
 
     # The report reads what the script itself has found
-    runs, unfinished = report.read_runs(tmp_path)
+    runs, unfinished = report.read_runs((tmp_path,))
     assert (len(runs), unfinished) == (2, 1)
     summary = (tmp_path / stopped / "stdout.txt").read_text().splitlines()[1]
     printed = f"reward {runs[0].reward:.4g} and cost {runs[0].cost:.4g} per step (limit 0.2)"
@@ -279,7 +279,7 @@ def write_run(out, env_id, algorithm, seed, rewards, costs, **changes) -> None:
 
 
 def groups_in(out: Path) -> dict:
-    return report.group_runs(report.read_runs(out)[0])
+    return report.group_runs(report.read_runs((out,))[0])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_run_is_read_from_its_files(tmp_path):
     write_run(tmp_path, "PointGather", "acpo_continuous", 4, range(10), costs)
     unfinished = [{"exit_code": None, "commit": "", "uncommitted_changes": False}]
     write_run(tmp_path, "PointGather", "acpo_continuous", 5, [1], [1], attempts=unfinished)
-    (only,), left_out = report.read_runs(tmp_path)
+    (only,), left_out = report.read_runs((tmp_path,))
     assert left_out == 1
     assert (only.reward, only.cost, only.limit) == pytest.approx((8.5, 0.1, 0.1))
     assert only.violation == pytest.approx(0.3)  # 0.2, 0.3, 0.15; a cost at the limit is none
@@ -317,11 +317,23 @@ def test_a_run_is_read_from_its_files(tmp_path):
     assert (only.seed, only.commit) == (4, "aaaaaaa")
 
 
+def test_runs_of_several_folders_are_compared_at_equal_steps(tmp_path):
+    long, short = tmp_path / "long", tmp_path / "short"
+    write_run(long, "X", "acpo_continuous", 1, range(10), [0.1] * 10)
+    write_run(short, "X", "cpo_continuous", 1, range(5), [0.1] * 5)
+    runs, _ = report.read_runs((long, short), steps=5000)
+    assert [(run.algorithm, run.steps, run.reward) for run in runs] == [
+        ("acpo_continuous", 5000, 4.0),
+        ("cpo_continuous", 5000, 4.0),
+    ]
+    assert [run.steps for run in report.read_runs((long, short))[0]] == [10_000, 5000]
+
+
 def test_a_run_without_a_readable_log_is_named(tmp_path, capsys):
     write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0])
     (tmp_path / "X__acpo_continuous__1" / "the_run" / "progress.csv").write_text("")
     with pytest.raises(SystemExit) as stopped:
-        report.read_runs(tmp_path)
+        report.read_runs((tmp_path,))
     assert stopped.value.code == 2
     assert "X__acpo_continuous__1" in capsys.readouterr().err
 
@@ -378,7 +390,7 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
             tmp_path, "PointCircle", "acpo_continuous", seed, rewards, [0.05] * 10, sweep=sweep
         )
     write_run(tmp_path, "PointCircle", "cpo_continuous", 1, [4.0] * 10, [0.2] * 10)
-    report.main(report.Args(tmp_path))
+    report.main(report.Args((tmp_path,)))
 
     names = {"curves_PointCircle.png", "scatter.png", "throughput.png", "sweep_recovery-t.png"}
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == names == set(figures)
