@@ -47,6 +47,7 @@ class Args:
     delta: float = 0.04  # KL trust-region radius (nats)
     hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
+    recover_above: float = 1.5  # times its limit J_C is not left to the dual (with --hold integral)
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
     cg_damping: float = 0.1  # added to the diagonal of H
@@ -426,7 +427,8 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
         if args.hold == "integral" and (case != "recovery" or (rho_c < limit).all()):
             integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
-        if args.hold == "violated" and (c > 0.0).any():
+        above = {"integral": args.recover_above, "violated": 1.0, "literal": np.inf}[args.hold]
+        if (rho_c > above * limit).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
             x = recovery_step(Hinv[0], Hinv[1:].T, gram, tight, args.delta, t=1.0)
