@@ -419,11 +419,11 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         integral = np.array(state["integral"])
         tight = c + integral
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
+        above = args.recover_above if args.hold == "integral" else 1.0
+        if args.hold != "literal" and (rho_c > above * limit).any():
+            case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if args.hold == "integral" and (case != "recovery" or (rho_c < limit).all()):
             integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
-        above = {"integral": args.recover_above, "violated": 1.0, "literal": np.inf}[args.hold]
-        if (rho_c > above * limit).any():
-            case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
             x = recovery_step(Hinv[0], Hinv[1:].T, gram, tight, args.delta, args.recovery_t)
         else:
