@@ -47,7 +47,6 @@ class Args:
     delta: float = 0.04  # KL trust-region radius (nats)
     hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
     integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
-    recover_above: float = 1.5  # times its limit J_C is not left to the dual (with --hold integral)
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
     cg_damping: float = 0.1  # added to the diagonal of H
@@ -425,11 +424,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         integral = np.array(state["integral"])
         tight = c + integral
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
-        above = args.recover_above if args.hold == "integral" else 1.0
-        if args.hold != "literal" and (rho_c > above * limit).any():
-            case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if args.hold == "integral" and (case != "recovery" or (rho_c < limit).all()):
             integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
+        if args.hold == "violated" and (c > 0.0).any():
+            case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
             x = recovery_step(Hinv[0], Hinv[1:].T, gram, tight, args.delta, t=1.0)
         else:

@@ -414,7 +414,7 @@ def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
         v, w = np.linalg.solve(H, g), np.linalg.solve(H, a)
         q, r, s, c = g @ v, a @ v, a @ w, row["dual/c"] + tightened
         cases.append(row["dual/case"])
-        if c > np.sqrt(2 * 0.01 * s) or row["dual/c"] > 0.5 * limit:  # --recover-above 1.5
+        if c > np.sqrt(2 * 0.01 * s):
             wanted = -np.sqrt(2 * 0.01) * (t * w / np.sqrt(s) + (1 - t) * v / np.sqrt(q))
             assert cases[-1] == 2
         elif c + r * np.sqrt(2 * 0.01 / q) <= 0:
