@@ -158,16 +158,17 @@ class AntBody:
 
     def start(self, rows: np.ndarray, where_it_is: bool = False) -> None:
         """Standing, with noise 0.01 on the pose and 0.1 on the velocities: at the origin,
-        or where it is and with its heading, unless that is out of reach or no number."""
+        or where it is (at 0.95 of its reach at most) and with its heading, if these are numbers."""
         noise = self.random.normal(rows, 29)
         qpos = self.start_qpos + 0.01 * noise[:, :15]
         w, x, y, z = qpos[:, 3], qpos[:, 4], qpos[:, 5], qpos[:, 6]
         qpos[:, 3:7] /= np.sqrt(w * w + x * x + y * y + z * z)[:, None]
         if where_it_is:
             here = self.positions[rows]
-            kept = np.isfinite(here).all(axis=1) & (np.hypot(here[:, 0], here[:, 1]) < self.reach)
-            half = 0.5 * np.where(kept, quaternion_yaw(here[:, 3:7]), 0.0)
-            qpos[:, :2] += np.where(kept[:, None], here[:, :2], 0.0)
+            here[~np.isfinite(here).all(axis=1)] = self.start_qpos
+            half = 0.5 * quaternion_yaw(here[:, 3:7])
+            far = np.hypot(here[:, 0], here[:, 1]) / (0.95 * self.reach)
+            qpos[:, :2] += here[:, :2] / np.maximum(1.0, far)[:, None]
             w, x, y, z = qpos[:, 3:7].T
             cos, sin = np.cos(half), np.sin(half)  # a turn about z, from the left
             turned = [cos * w - sin * z, cos * x - sin * y, cos * y + sin * x, cos * z + sin * w]
