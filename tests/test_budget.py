@@ -12,6 +12,7 @@ import pytest
 from sync import ACPO, ATRPO, BVF, CPO, PCPO, PPO, SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 LINES = {CPO: 520, ACPO: 520, PCPO: 520, ATRPO: 520, PPO: 460, BVF: 470}  # the last: no line search
 CHANGES = {
     (CPO, ACPO): 60,
@@ -58,6 +59,19 @@ def test_what_counts_as_a_change():
     assert distance(old, old.replace("return 1", "return 3")) == 2
     assert distance(old, old.replace("def f():\n    return 1\n\n\n", "")) == 4
     assert distance(old, old.replace("x = 1", "x = 1\ny = 2\nz = 3")) == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_readme_states_these_numbers(script):
+    """Lines of each script, and of its diff to the base as `diff` counts them (within 5 %)."""
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| [{script}.py]"))
+    _, _, _, _, lines, difference, *_ = (cell.strip() for cell in row.split("|"))
+    assert int(lines) == len(source(script).splitlines())
+    bases = {new: old for old, new in CHANGES}
+    if script in bases:
+        stated = re.fullmatch(rf"`diff {bases[script]}.py {script}.py` \((\d+)\)", difference)
+        fewest = distance(source(bases[script]), source(script))
+        assert fewest <= int(stated[1]) <= 1.05 * fewest
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
