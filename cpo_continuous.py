@@ -46,7 +46,7 @@ class Args:
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
     delta: float = 0.04  # KL trust-region radius (nats)
     hold: Literal["integral", "violated", "literal"] = "integral"  # how J_C is kept at its limit
-    integral_gain: float = 0.1  # share of each violation that tightens the limit from then on
+    integral_gain: float = 0.03  # how fast violations tighten the limit, per update
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
     cg_damping: float = 0.1  # added to the diagonal of H
@@ -420,12 +420,14 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         gram = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
-        # the linear model says. What violation that leaves tightens the limit from then on.
-        integral = np.array(state["integral"])
-        tight = c + integral
+        # the linear model says. As long as it stays above the limit, a growing share of the largest
+        # decrease that the model knows, sqrt(2 delta s), is asked for in addition.
+        share = np.array(state["integral"])
+        tight = c + share * np.sqrt(2.0 * args.delta * np.diag(S).clip(0.0))
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
-        if args.hold == "integral" and (case != "recovery" or (rho_c < limit).all()):
-            integral = np.maximum(integral + args.integral_gain * (rho_c - limit), 0.0)
+        if args.hold == "integral" and (case != "recovery" or (c < 0.0).all()):
+            violation = (c / np.maximum(limit, 1e-8)).clip(-1.0, 1.0)
+            share = (share + args.integral_gain * violation).clip(0.0, 1.0)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution
         if case == "recovery":
@@ -479,7 +481,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
             "losses/explained_variance_c": explained[1].item(),
             "losses/entropy": (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum().item(),
             "dual/c": c[0], "dual/lam": lam, "dual/mu": mu[0], "dual/q": q, "dual/r": r[0],
-            "dual/s": S[0, 0], "dual/integral": integral[0],
+            "dual/s": S[0, 0], "dual/integral": share[0],
             "dual/case": ("trust_region", "boundary", "recovery").index(case),
             # of the update before this batch
             "dual/predicted_dc": state["L_c"], "dual/realised_dc": rho_c[0] - state["rho_c"],
@@ -491,7 +493,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
 
         # Save
         state = {"iteration": iteration, "seconds": log.seconds, "cumulative_cost": total_cost}
-        state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "integral": integral.tolist()}
+        state |= {"L_c": L_c[0].item(), "rho_c": rho_c[0].item(), "integral": share.tolist()}
         due = args.save_every and not iteration % args.save_every or stop or iteration == iterations
         if due:
             parts = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}

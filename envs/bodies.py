@@ -156,23 +156,19 @@ class AntBody:
             )
         return spec.compile()
 
-    def start(self, rows: np.ndarray, where_it_is: bool = False) -> None:
-        """Standing, with noise 0.01 on the pose and 0.1 on the velocities: at the origin,
-        or where it is (at 0.95 of its reach at most) and with its heading, if these are numbers."""
+    def start(self, rows: np.ndarray, place: np.ndarray | None = None) -> None:
+        """Standing, with noise 0.01 on the pose and 0.1 on the velocities: at the origin, or at
+        place, (len(rows), 3): x, y and heading."""
         noise = self.random.normal(rows, 29)
         qpos = self.start_qpos + 0.01 * noise[:, :15]
         w, x, y, z = qpos[:, 3], qpos[:, 4], qpos[:, 5], qpos[:, 6]
         qpos[:, 3:7] /= np.sqrt(w * w + x * x + y * y + z * z)[:, None]
-        if where_it_is:
-            here = self.positions[rows]
-            here[~np.isfinite(here).all(axis=1)] = self.start_qpos
-            half = 0.5 * quaternion_yaw(here[:, 3:7])
-            far = np.hypot(here[:, 0], here[:, 1]) / (0.95 * self.reach)
-            qpos[:, :2] += here[:, :2] / np.maximum(1.0, far)[:, None]
+        if place is not None:
+            qpos[:, :2] += place[:, :2]
             w, x, y, z = qpos[:, 3:7].T
-            cos, sin = np.cos(half), np.sin(half)  # a turn about z, from the left
+            cos, sin = np.cos(0.5 * place[:, 2]), np.sin(0.5 * place[:, 2])
             turned = [cos * w - sin * z, cos * x - sin * y, cos * y + sin * x, cos * z + sin * w]
-            qpos[:, 3:7] = np.stack(turned, axis=1)
+            qpos[:, 3:7] = np.stack(turned, axis=1)  # a turn about z, from the left
         self.positions[rows] = qpos
         self.velocities[rows] = 0.1 * noise[:, 15:]
         self.warmstart[rows] = 0.0
@@ -180,6 +176,12 @@ class AntBody:
         self.physics.forward(rows, stage=CURRENT)
         self.center3[rows] = self.mass_center[rows]
         self.velocity[rows] = 0.0
+
+    def place(self, rows: np.ndarray) -> np.ndarray:
+        """(len(rows), 3): x, y and heading; those of the origin where the physics has diverged."""
+        qpos = self.positions[rows]
+        qpos[~np.isfinite(qpos).all(axis=1)] = self.start_qpos
+        return np.column_stack([qpos[:, :2], quaternion_yaw(qpos[:, 3:7])])
 
     def advance(self, actions: np.ndarray) -> np.ndarray:
         """Five physics steps; returns the rows that fell, flipped, left the arena or diverged."""

@@ -29,9 +29,12 @@ class Circle(BatchEnv):
         (x, y), (vx, vy) = self.body.where.T, self.body.velocity.T
         rewards = (x * vy - y * vx) / (1.0 + np.abs(np.hypot(x, y) - self.radius))
         costs = (np.abs(x) > self.strip).astype(np.float64)
-        if lost.any():  # regeneration: pay, stand up; a lift to the start would be worth a fall
+        if lost.any():  # regeneration: pay and stand up; a lift to the start would be worth a fall
             rewards[lost] = -self.fall_penalty
-            self.body.start(np.flatnonzero(lost), where_it_is=True)
+            rows = np.flatnonzero(lost)
+            place = self.body.place(rows)
+            bounds = np.array([self.strip, 0.95 * self.body.reach, np.inf])
+            self.body.start(rows, np.clip(place, -bounds, bounds))
         return rewards, costs, {"regenerated": lost}
 
     def _observe(self) -> np.ndarray:
@@ -91,7 +94,8 @@ class AntCircle(Circle):
     ## Description
     MuJoCo's ant is paid for running counter-clockwise along a circle of radius 10, but only the
     strip |x| <= 3 is free of cost. The task of Achiam et al. (2017), made continuing: an ant that
-    falls, flips on its back or runs away pays 10 and is put on its feet where it is.
+    falls, flips on its back or runs away pays 10 and is put on its feet where it is, at the edge of
+    the strip if it is outside.
 
     ## Action Space
     `Box(-1, 1, (8,))`: torques / 150 of hip 4, ankle 4, hip 1, ankle 1, hip 2, ankle 2, hip 3,
@@ -122,9 +126,9 @@ class AntCircle(Circle):
     Standing at the origin; noise of 0.01 on the pose and 0.1 on the velocities.
 
     ## Episode End
-    Never terminated; truncated after `horizon` steps. Regeneration inside the chain, on its feet
-    where it is, when the torso height leaves [0.2, 1], its up-vector points down or the distance
-    from the origin exceeds 20 (then at 19); at the start when the physics gives no number.
+    Never terminated; truncated after `horizon` steps. Regeneration inside the chain when the torso
+    height leaves [0.2, 1], its up-vector points down or the distance from the origin exceeds 20: on
+    its feet with x clipped to the strip and y to +-19; at the start if the physics gives no number.
 
     ## Arguments
     `horizon=1000`, `render_mode=None | "rgb_array"`.

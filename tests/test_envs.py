@@ -618,8 +618,8 @@ def test_a_lost_ant_regenerates(env_id, how):
     assert infos["cost"][1] == (1.0 if how == "escaped" and env_id == "AntCircle" else 0.0)
     np.testing.assert_array_equal(obs, infos["final_obs"])  # the chain goes on, no episode end
     assert np.isfinite(obs).all()
-    stays = how == "escaped" and env_id == "AntCircle"  # at the edge: no lift back to the start
-    np.testing.assert_allclose(obs[1, :2], [19.0 if stays else 0.0, 0.0], atol=0.05)
+    edge = how == "escaped" and env_id == "AntCircle"  # of the strip: no lift back to the start
+    np.testing.assert_allclose(obs[1, :2], [3.0 if edge else 0.0, 0.0], atol=0.05)
     assert abs(obs[1, 2] - 0.55) < 0.05
     assert (obs[1, 3:7] ** 2).sum() == pytest.approx(1, abs=1e-6)
     for row in (0, 2):  # the neighbours do not notice
@@ -637,22 +637,23 @@ def test_a_fallen_ant_of_the_circle_stands_up_where_it_is(heading):
     env = envs.make_vec("AntCircle", 4, seed=1)
     env.reset()
     lying = Rotation.from_euler("ZX", [heading, np.pi])  # on its back
-    env.body.positions[:, :3] = [5.0, -8.0, 0.5]
+    env.body.positions[:, :3] = [2.5, -8.0, 0.5]
     env.body.positions[:, 3:7] = np.roll(lying.as_quat(), 1)
-    env.body.positions[3, 0] = 19.0  # and beyond the reach, together with y
+    env.body.positions[2, 0] = -5.0  # outside the strip
+    env.body.positions[3, :2] = 19.0, -19.6  # beyond the reach
     env.body.center3[:] = env.body.positions[:, :3]
     obs, rewards, _, _, infos = env.step(np.zeros((4, 8)))
     assert infos["regenerated"].all() and (rewards == -10.0).all()
-    np.testing.assert_allclose(obs[:3, :2], [[5.0, -8.0]] * 3, atol=0.2)
-    edge = 19.0 * np.array([19.0, -8.0]) / np.hypot(19.0, 8.0)
-    np.testing.assert_allclose(obs[3, :2], edge, atol=0.2)
+    expected = [[2.5, -8.0], [2.5, -8.0], [-3.0, -8.0], [3.0, -19.0]]
+    np.testing.assert_allclose(obs[:, :2], expected, atol=0.2)
+    assert infos["cost"].tolist() == [0.0, 0.0, 1.0, 1.0]  # where it fell counts
     before = env.body.center3.copy()
     _, rewards, _, _, infos = env.step(np.zeros((4, 8)))  # standing up was not paid as a way
     assert not infos["regenerated"].any() and np.abs(rewards).max() < 3.0
     assert np.abs(env.body.center3 - before).max() < 0.1
     env.body.positions[:, 3:7] = np.roll(lying.as_quat(), 1)
     env.body.positions[3, 0] = np.nan
-    env.body.start(np.arange(4), where_it_is=True)
+    env.body.start(np.arange(4), env.body.place(np.arange(4)))
     for row, expected in enumerate([heading] * 3 + [0.0]):
         turn = Rotation.from_quat(np.roll(env.body.positions[row, 3:7], -1))
         assert turn.as_matrix()[2, 2] > 0.99
