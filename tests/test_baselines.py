@@ -748,7 +748,7 @@ LQR = {"env_id": "ConstrainedLQR", "batch_size": 4096, "log_std_init": -1.5, "ev
 LQR |= {"num_envs": 64}
 LQR |= {"save_every": 0, "critic_epochs": 4, "critic_minibatch": 512, "critic_learning_rate": 2e-3}
 LQR |= {"hidden_sizes": (64, 32), "gae_lambda": 0.9, "cost_gae_lambda": 0.9, "cg_damping": 0.1}
-LQR |= {"fisher_samples": 1024, "integral_gain": 0.1, "log_std_min": -3.0, "policy_epochs": 10}
+LQR |= {"fisher_samples": 1024, "integral_gain": 0.03, "log_std_min": -3.0, "policy_epochs": 10}
 LQR |= {"policy_minibatch": 512, "policy_learning_rate": 1e-3}
 
 
