@@ -32,7 +32,7 @@ class PointBody:
     """A point that drives and turns: kinematic, one move per step, no inertia.
 
     Action 0 is the way to go in this step (1 = one unit of length; negative is reverse), action 1
-    the turn (1 = a quarter of a radian). The turn comes first. Positions are clipped to a square.
+    the turn (1 = a quarter of a radian). The turn comes first. Walls, if any, clip x and y.
 
     | index | observation |
     |---|---|
@@ -48,9 +48,10 @@ class PointBody:
     # The arrow, a box of 1 x 0.2 x 0.2 centred 0.6 ahead, against the sphere of radius 0.5.
     lead = 0.6 * 0.04 / (0.04 + np.pi / 6)
 
-    def __init__(self, num_envs: int, random: RowRandom, reach: float):
+    def __init__(self, num_envs: int, random: RowRandom, reach: float, walls: float = np.inf):
         self.random = random
         self.reach = reach
+        self.walls = walls
         self.position = self.where = np.zeros((num_envs, 2))
         self.velocity = np.zeros((num_envs, 2))  # displacement per step
         self.yaw = np.zeros(num_envs)
@@ -58,26 +59,32 @@ class PointBody:
         self.cos, self.sin = np.ones(num_envs), np.zeros(num_envs)
         self.center = np.zeros((num_envs, 2))
 
-    def start(self, rows: np.ndarray) -> None:
-        """At the origin, heading along x but for a noise of 0.01 rad."""
-        self.position[rows] = 0.0
+    def start(self, rows: np.ndarray, place: np.ndarray | None = None) -> None:
+        """At the origin, heading along x, or at place, (len(rows), 3): x, y and heading; with a
+        noise of 0.01 rad."""
+        place = np.zeros((len(rows), 3)) if place is None else place
+        self.position[rows] = place[:, :2]
         self.velocity[rows] = 0.0
         self.turned[rows] = 0.0
-        self.yaw[rows] = 0.01 * self.random.normal(rows, 1)[:, 0]
+        self.yaw[rows] = wrap(place[:, 2] + 0.01 * self.random.normal(rows, 1)[:, 0])
         self._head()
         self.center[:] = self.position + self.lead * np.stack([self.cos, self.sin], axis=1)
 
+    def place(self, rows: np.ndarray) -> np.ndarray:
+        """(len(rows), 3): x, y and heading."""
+        return np.column_stack([self.position[rows], self.yaw[rows]])
+
     def advance(self, actions: np.ndarray) -> np.ndarray:
+        """One move; returns the rows that left the arena."""
         self.turned[:] = self.turn * actions[:, 1]
-        yaw = self.yaw + self.turned
-        self.yaw[:] = yaw - 2 * np.pi * np.floor((yaw + np.pi) / (2 * np.pi))  # in [-pi, pi)
+        self.yaw[:] = wrap(self.yaw + self.turned)
         self._head()
         heading = np.stack([self.cos, self.sin], axis=1)
-        moved = np.clip(self.position + actions[:, :1] * heading, -self.reach, self.reach)
+        moved = np.clip(self.position + actions[:, :1] * heading, -self.walls, self.walls)
         self.velocity[:] = moved - self.position
         self.position[:] = moved
         self.center[:] = moved + self.lead * heading
-        return np.zeros(len(self.yaw), bool)  # a point never falls
+        return np.hypot(moved[:, 0], moved[:, 1]) > self.reach
 
     def _head(self) -> None:
         np.cos(self.yaw, out=self.cos)
@@ -212,6 +219,11 @@ class AntBody:
     def arrays(self) -> dict[str, np.ndarray]:
         names = ("positions", "velocities", "warmstart", "time", "center3", "velocity")
         return {name: getattr(self, name) for name in names}
+
+
+def wrap(angle: np.ndarray) -> np.ndarray:
+    """The same angle in [-pi, pi)."""
+    return angle - 2 * np.pi * np.floor((angle + np.pi) / (2 * np.pi))
 
 
 def quaternion_yaw(quaternion: np.ndarray) -> np.ndarray:

@@ -22,14 +22,14 @@ class Circle(BatchEnv):
         return {**super().arrays(), **self.body.arrays()}
 
     def _start(self, rows: np.ndarray) -> None:
-        self.body.start(rows)
+        self.body.start(rows, np.tile([0.0, self.radius, np.pi], (len(rows), 1)))
 
     def _advance(self, actions: np.ndarray):
         lost = self.body.advance(actions)
         (x, y), (vx, vy) = self.body.where.T, self.body.velocity.T
         rewards = (x * vy - y * vx) / (1.0 + np.abs(np.hypot(x, y) - self.radius))
         costs = (np.abs(x) > self.strip).astype(np.float64)
-        if lost.any():  # regeneration: pay and stand up; a lift to the start would be worth a fall
+        if lost.any():  # regeneration: pay and go on there; a lift to the start would be worth it
             rewards[lost] = -self.fall_penalty
             rows = np.flatnonzero(lost)
             place = self.body.place(rows)
@@ -49,7 +49,8 @@ class PointCircle(Circle):
     ## Description
     A point is paid for running counter-clockwise along a circle of radius 15 around the origin, but
     only the strip |x| <= 2.5 is free of cost, and the circle lies outside it for 89 % of its
-    length. The task of Achiam et al. (2017), made continuing.
+    length. The task of Achiam et al. (2017), made continuing: a point that runs away pays 10 and is
+    put back to the edge of the strip, at its own height.
 
     ## Action Space
     `Box(-1, 1, (2,))`: way to go in this step (1 = one unit), turn (1 = 0.25 rad, taken first).
@@ -64,19 +65,20 @@ class PointCircle(Circle):
 
     ## Rewards
     (x dy - y dx) / (1 + | ||(x, y)|| - 15 |), with the position after the step and the displacement
-    (dx, dy) that it really made. At most 15.
+    (dx, dy) that it made. At most 15. In a step of regeneration: -10.
 
     ## Cost
-    1 if |x| > 2.5 after the step, else 0.
+    1 if |x| > 2.5 after the step (before a regeneration), else 0.
 
     ## Constraint
     Average cost per step <= 0.1.
 
     ## Starting State
-    The origin, yaw ~ N(0, 0.01^2).
+    The top of the circle, (0, 15), heading counter-clockwise but for N(0, 0.01^2).
 
     ## Episode End
-    Never terminated; truncated after `horizon` steps.
+    Never terminated; truncated after `horizon` steps. Regeneration inside the chain when the
+    distance from the origin exceeds 20: x clipped to the strip and y to +-19, same heading.
 
     ## Arguments
     `horizon=1000`, `render_mode=None | "rgb_array"`.
@@ -123,12 +125,13 @@ class AntCircle(Circle):
     Average cost per step <= 0.1.
 
     ## Starting State
-    Standing at the origin; noise of 0.01 on the pose and 0.1 on the velocities.
+    Standing at the top of the circle, (0, 10), heading counter-clockwise; noise of 0.01 on the pose
+    and 0.1 on the velocities.
 
     ## Episode End
     Never terminated; truncated after `horizon` steps. Regeneration inside the chain when the torso
     height leaves [0.2, 1], its up-vector points down or the distance from the origin exceeds 20: on
-    its feet with x clipped to the strip and y to +-19; at the start if the physics gives no number.
+    its feet with x clipped to the strip and y to +-19; at the origin where the physics diverged.
 
     ## Arguments
     `horizon=1000`, `render_mode=None | "rgb_array"`.

@@ -24,8 +24,7 @@ class Gather(BatchEnv):
 
     def __init__(self, num_envs: int, body: type, progress: float = 0.0, **kwargs):
         super().__init__(num_envs, body.obs_size + 2 * BINS, body.act_size, **kwargs)
-        bounds = {"walls": 6.0, "reach": 12.0} if body is AntBody else {"reach": 6.0}
-        self.body = body(num_envs, self.random, **bounds)
+        self.body = body(num_envs, self.random, reach=12.0, walls=6.0)
         self.progress = progress
         self.cells = np.zeros((num_envs, self.apples + self.bombs), np.int64)  # apples first
         # Where the reading of row i, object k, bin b goes in the flat (n, 2, BINS) sensor array.

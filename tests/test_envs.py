@@ -116,8 +116,9 @@ def test_truncation_final_obs_and_cost(env_id):
         assert truncated.all() if t % 4 == 0 else not truncated.any()
         assert np.isfinite(infos["cost"]).all()
         assert (infos["final_obs"] == obs).all() == (t % 4 != 0)
-        if t % 4 == 0 and env_id != "ConstrainedLQR":  # a new episode: at the origin again
-            assert np.abs(obs[:, :2]).max() < 0.06
+        if t % 4 == 0 and env_id != "ConstrainedLQR":  # a new episode: at its start again
+            start = [0.0, getattr(env, "radius", 0.0)]
+            assert np.abs(obs[:, :2] - start).max() < 0.06
             assert (infos["final_obs"] != obs).any(axis=1).all()
 
 
@@ -280,8 +281,11 @@ def test_point_center_of_mass_is_that_of_the_model():
 def test_point_moves_by_hand():
     env = envs.make_vec("PointCircle", 1, seed=0)
     obs, _ = env.reset()
-    x, y, yaw = 0.0, 0.0, np.arctan2(float(obs[0, 3]), float(obs[0, 2]))
-    change(env, yaw=yaw)
+    yaw = np.arctan2(float(obs[0, 3]), float(obs[0, 2]))
+    np.testing.assert_allclose(obs[0, :2], [0.0, 15.0])  # the top of the circle,
+    assert abs(np.angle(-np.exp(1j * yaw))) < 0.05  # heading counter-clockwise
+    x = y = 0.0
+    place_point(env, np.zeros((1, 2)), np.array([yaw]))
     for a in np.random.default_rng(0).uniform(-1, 1, (400, 2)):
         yaw += 0.25 * a[1]  # the turn first
         dx, dy = a[0] * np.cos(yaw), a[0] * np.sin(yaw)
@@ -296,15 +300,34 @@ def test_point_moves_by_hand():
         assert -np.pi <= env.body.yaw[0] < np.pi
 
 
-def test_point_stops_at_the_border_and_is_paid_for_what_it_really_moved():
-    env = envs.make_vec("PointCircle", 1)
+def test_point_stops_at_a_wall_and_sees_what_it_really_moved():
+    env = envs.make_vec("PointGather", 1)
     env.reset(seed=0)
-    place_point(env, np.array([[19.5, 3.0]]), np.array([np.pi / 4]))
-    obs, rewards, *_ = env.step(np.array([[1.0, 0.0]]))
+    place_point(env, np.array([[5.5, 3.0]]), np.array([np.pi / 4]))
+    obs, *_ = env.step(np.array([[1.0, 0.0]]))
     dx, dy = 0.5, np.sqrt(0.5)
-    np.testing.assert_allclose(obs[0, [0, 1, 4, 5]], [20, 3 + dy, dx, dy], rtol=1e-6)
-    reward = (20 * dy - (3 + dy) * dx) / (1 + np.hypot(20, 3 + dy) - 15)
-    np.testing.assert_allclose(rewards[0], reward, rtol=1e-12)
+    np.testing.assert_allclose(obs[0, [0, 1, 4, 5]], [6, 3 + dy, dx, dy], rtol=1e-6)
+
+
+def test_a_point_that_leaves_the_circle_goes_on_at_the_edge_of_the_strip():
+    """In a corner of walls it could stay for ever; carried to the start, it would leave for it."""
+    env = envs.make_vec("PointCircle", 4)
+    env.reset(seed=0)
+    places = np.array([[19.5, 3.0], [-1.0, 19.9], [12.0, -15.9], [0.0, 19.0]])
+    yaws = np.array([0.0, np.pi / 2, -np.pi / 2, np.pi / 2])
+    place_point(env, places, yaws)
+    obs, rewards, terminated, truncated, infos = env.step(np.tile([0.9, 0.0], (4, 1)))
+    assert infos["regenerated"].tolist() == [True, True, True, False]  # 19.9 is inside
+    assert not terminated.any() and not truncated.any()
+    np.testing.assert_array_equal(infos["cost"], [1, 0, 1, 0])  # where it left counts
+    np.testing.assert_array_equal(rewards[:3], -10.0)
+    assert rewards[3] == pytest.approx(0.0, abs=1e-12)  # straight away from the origin
+    edge = [[2.5, 3.0], [-1.0, 19.0], [2.5, -16.8], [0.0, 19.9]]
+    np.testing.assert_allclose(obs[:, :2], edge, atol=1e-6)
+    seen = np.arctan2(obs[:, 3], obs[:, 2])
+    np.testing.assert_allclose(seen, yaws, atol=0.05)
+    np.testing.assert_array_equal(obs[:3, 4:7], 0.0)  # the jump is not a displacement
+    np.testing.assert_array_equal(obs, infos["final_obs"])
 
 
 def test_circle_cost_starts_beyond_the_strip():
@@ -619,7 +642,9 @@ def test_a_lost_ant_regenerates(env_id, how):
     np.testing.assert_array_equal(obs, infos["final_obs"])  # the chain goes on, no episode end
     assert np.isfinite(obs).all()
     edge = how == "escaped" and env_id == "AntCircle"  # of the strip: no lift back to the start
-    np.testing.assert_allclose(obs[1, :2], [3.0 if edge else 0.0, 0.0], atol=0.05)
+    stays = env_id == "AntCircle" and how in ("flipped", "high", "escaped")  # at its height
+    height = 10.0 if stays else 0.0
+    np.testing.assert_allclose(obs[1, :2], [3.0 if edge else 0.0, height], atol=0.05)
     assert abs(obs[1, 2] - 0.55) < 0.05
     assert (obs[1, 3:7] ** 2).sum() == pytest.approx(1, abs=1e-6)
     for row in (0, 2):  # the neighbours do not notice
@@ -1031,9 +1056,10 @@ def test_pictures_without_gl(env_id, monkeypatch):
             np.testing.assert_allclose(pixel(*LATTICE[index], 7.5), color, atol=0.01)
     else:
         reach = env.radius + 3
-        np.testing.assert_allclose(pixel(0, env.radius, reach), envs.render.BLUE, atol=0.01)
+        np.testing.assert_allclose(pixel(0, -env.radius, reach), envs.render.BLUE, atol=0.01)
         np.testing.assert_allclose(pixel(env.strip, 5, reach), envs.render.RED, atol=0.01)
-    assert pixel(0, 0, 10).max() < 0.3  # the body, dark, at the origin
+    start = (0, env.radius, reach) if env_id.endswith("Circle") else (0, 0, 10)
+    assert pixel(*start).max() < 0.3  # the body, dark, at the start
 
 
 def test_rendering_does_not_disturb_the_chain():
