@@ -55,6 +55,13 @@ def test_suites_have_the_seeds_that_they_promise(suite, count):
     assert len({r.name for r in runs}) == len(runs) == count
 
 
+def test_the_practical_suite_knows_the_limit():
+    """Its only flag: the multiplier of the Lagrangian scripts is learned, the others have none."""
+    for planned in run.plan(run.Args(suite="practical", envs=("PointGather",), seeds=(1,))):
+        lagrangian = planned.algorithm in ("atrpo_lagrangian", "ppo_lagrangian")
+        assert planned.flags == ({"adaptive": []} if lagrangian else {})
+
+
 def test_flags_of_a_script_are_read_without_running_it():
     fields = dataclasses.fields(acpo_continuous.Args)
     assert run.script_flags("acpo_continuous") == {f.name.replace("_", "-") for f in fields}
