@@ -3,17 +3,20 @@
     python benchmark/report.py runs/benchmark/quick
     python benchmark/report.py runs/benchmark/practical --out benchmark/results/practical
     python benchmark/report.py runs/benchmark/practical runs/benchmark/hold --steps 1000000
+    python benchmark/report.py benchmark/results/practical runs/benchmark/practical \\
+        --out benchmark/results/practical                  # an earlier report, and what is new
 
-Writes results.csv (one row per run), results.md (one row per algorithm and task, means over seeds)
-and PNG figures: curves_TASK, scatter, throughput and, for each swept flag, sweep_FLAG. Runs that
-are not finished are left out, and it says how many. Page: docs/benchmark.md.
+Writes results.csv (one row per run), curves.csv (at most 100 rows per run), results.md (one row per
+algorithm and task, means over seeds) and PNG figures: curves_TASK, scatter, throughput and, for
+each swept flag, sweep_FLAG. Runs that are not finished are left out, and it says how many. Page:
+docs/benchmark.md.
 """
 
 import csv
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -44,11 +47,13 @@ TASKS = (
 FEASIBLE = 1.1  # a mean cost of up to this times the limit counts as within it
 POINTS = 100  # points of a learning curve; each is the mean of as many iterations as that takes
 RESAMPLES = 10_000  # of the bootstrap
+IDENTITY = ("env_id", "algorithm", "sweep", "seed")  # what tells a run from the others
+CURVE = ("global_step", "reward", "cost")
 
 
 @dataclass
 class Args:
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]  # each the --out of benchmark/run.py
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]  # --out of run.py or of this program
     out: Path | None = None  # where to write (None: report/ in the first folder)
     steps: int = 0  # read longer runs only up to here, to compare at equal steps (0: all of them)
 
@@ -145,16 +150,43 @@ def read_run(home: Path, record: dict, steps: int = 0) -> Run:
         refuse(f"{folder}: cannot be read ({error!r})")
 
 
+def read_report(folder: Path) -> list[Run]:
+    """The runs of an earlier report: its results.csv and curves.csv."""
+    try:
+        curves = {}
+        with open(folder / "curves.csv") as file:
+            for row in csv.DictReader(file):
+                who = tuple(row.pop(name) for name in IDENTITY)
+                curves.setdefault(who, []).append([float(x) for x in row.values()])
+        runs = []
+        with open(folder / "results.csv") as file:
+            for row in csv.DictReader(file):
+                curve = np.array(curves[tuple(row[name] for name in IDENTITY)]).T
+                known = {f.name: f.type(row[f.name]) for f in fields(Run) if f.name in row}
+                swept = dict(part.split("=") for part in row["sweep"].split(", ") if part)
+                runs.append(Run(**known, curve=dict(zip(CURVE, curve, strict=True)), values=swept))
+        return runs
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        refuse(f"{folder}: is not a report that can be read ({error!r})")
+
+
 def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int]:
-    """The finished runs, and how many are not."""
-    paths = [path for folder in folders for path in sorted(folder.glob("*/record.json"))]
-    records = [(path.parent, json.loads(path.read_text())) for path in paths]
-    done = [
-        (home, record)
-        for home, record in records
-        if any(attempt["exit_code"] == 0 for attempt in record["attempts"])
-    ]
-    return [read_run(home, record, steps) for home, record in done], len(records) - len(done)
+    """The finished runs, and how many are not. Of a run in two folders the later one counts."""
+    runs, unfinished = {}, 0
+    for folder in folders:
+        found = []
+        if (folder / "results.csv").exists():
+            if steps:
+                refuse(f"--steps {steps}: {folder} is a report, which knows whole runs only")
+            found = read_report(folder)
+        for path in sorted(folder.glob("*/record.json")):
+            record = json.loads(path.read_text())
+            if any(attempt["exit_code"] == 0 for attempt in record["attempts"]):
+                found.append(read_run(path.parent, record, steps))
+            else:
+                unfinished += 1
+        runs |= {(*run.group, run.seed): run for run in found}
+    return list(runs.values()), unfinished
 
 
 def position(names, name: str) -> tuple[int, str]:
@@ -258,14 +290,20 @@ def markdown(groups: dict[tuple, list[Run]], unfinished: int, figures: list[str]
     return "\n".join(lines + [f"![{name[:-4]}]({name})" for name in figures]) + "\n"
 
 
-def write_csv(path: Path, groups: dict[tuple, list[Run]]) -> None:
+def write_csv(out: Path, groups: dict[tuple, list[Run]]) -> None:
+    """results.csv and curves.csv, from which read_report makes the same runs again."""
     rows = [asdict(run) for runs in groups.values() for run in runs]
+    points = []
     for row in rows:
-        del row["curve"], row["values"]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+        curve, _ = row.pop("curve"), row.pop("values")
+        who = [row[name] for name in IDENTITY]
+        for step, *values in zip(*(blocks(curve[name]) for name in CURVE), strict=True):
+            points.append([*who, f"{step:.0f}", *(f"{x:.5g}" for x in values)])
+    tables = {"results": [[*rows[0]], *([*row.values()] for row in rows)]}
+    tables["curves"] = [[*IDENTITY, *CURVE], *points]
+    for name, table in tables.items():
+        with open(out / f"{name}.csv", "w", newline="") as file:
+            csv.writer(file).writerows(table)
 
 
 def blocks(values: np.ndarray, points: int = POINTS) -> np.ndarray:
@@ -423,7 +461,7 @@ def main(args: Args) -> None:
     figures += [draw(out, groups, colors) for draw in (draw_scatter, draw_throughput)]
     flags = dict.fromkeys(flag for run in runs for flag in run.values)
     figures += [draw_sweep(out, flag, groups) for flag in flags]
-    write_csv(out / "results.csv", groups)
+    write_csv(out, groups)
     text = markdown(groups, unfinished, figures)
     (out / "results.md").write_text(text)
     print(text)

@@ -336,6 +336,40 @@ def test_runs_of_several_folders_are_compared_at_equal_steps(tmp_path):
     assert [run.steps for run in report.read_runs((long, short))[0]] == [10_000, 5000]
 
 
+def test_a_report_goes_on_from_an_earlier_one(tmp_path, capsys):
+    """The run folders of another day or machine are gone; its report and new runs make the next."""
+    old, new, gone = (tmp_path / name for name in ("old", "new", "gone"))
+    noise = np.random.default_rng(0).normal(size=(2, 250))
+    for seed, sweep in ((1, {"recovery-t": "0.5"}), (2, {})):
+        write_run(gone, "X", "acpo_continuous", seed, *noise, sweep=sweep)
+    report.main(report.Args(folders=(gone,), out=old))
+    first = (old / "results.md").read_text()
+    tables = [(old / name).read_bytes() for name in ("results.csv", "curves.csv")]
+    report.main(report.Args(folders=(old,), out=old))  # nothing new: nothing changes
+    assert (old / "results.md").read_text() == first
+    assert [(old / name).read_bytes() for name in ("results.csv", "curves.csv")] == tables
+    (plain, swept), _ = report.read_runs((old,))
+    assert (swept.values, plain.values) == ({"recovery-t": "0.5"}, {})
+    whole = report.read_runs((gone,))[0]
+    for one, two in zip((plain, swept), sorted(whole, key=lambda run: -run.seed), strict=True):
+        for name in ("reward", "cost"):
+            np.testing.assert_allclose(one.curve[name], report.blocks(two.curve[name]), rtol=1e-4)
+
+    write_run(new, "X", "acpo_continuous", 2, [7.0] * 10, [0.0] * 10)  # again: the later counts
+    write_run(new, "Y", "cpo_continuous", 1, [1.0] * 10, [0.0] * 10)
+    runs, _ = report.read_runs((old, new))
+    found = {(run.env_id, run.sweep, run.seed): run.reward for run in runs}
+    kept = {("X", "recovery-t=0.5", 1): swept.reward}
+    assert found == kept | {("X", "", 2): 7.0, ("Y", "", 1): 1.0}
+    with pytest.raises(SystemExit):
+        report.read_runs((old,), steps=1000)
+    (old / "curves.csv").write_text("env_id\n")
+    with pytest.raises(SystemExit):
+        report.read_runs((old,))
+    errors = capsys.readouterr().err
+    assert "--steps 1000" in errors and "old: is not a report that can be read" in errors
+
+
 def test_a_run_without_a_readable_log_is_named(tmp_path, capsys):
     write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0])
     (tmp_path / "X__acpo_continuous__1" / "the_run" / "progress.csv").write_text("")
