@@ -57,7 +57,7 @@ class Args:
     critic_minibatch: int = 256  # samples per critic step
     hidden_sizes: tuple[int, ...] = (64, 32)  # tanh layers of the policy and of each critic
     log_std_init: float = -0.5  # initial log standard deviation of the policy (action units)
-    log_std_min: float = -3.0  # its floor
+    log_std_min: float = -2.0  # its floor
     eval_every: int = 40  # iterations between evaluations (0: never)
     eval_episodes: int = 10  # trajectories per evaluation
     eval_steps: int = 1000  # steps per trajectory
@@ -414,9 +414,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         gram = (gram + gram.T) / 2.0  # CG leaves it symmetric only up to its residual
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
-        # the linear model says. As long as it stays above the limit, a growing share of the largest
-        # decrease that the model knows, sqrt(2 delta s), is asked for in addition.
-        share = np.array(state["integral"])
+        # the linear model says. A share of the largest decrease that it knows, sqrt(2 delta s), is
+        # asked for in addition: it grows above the limit, and is 1 where a run starts above it.
+        first = iteration == 1 and args.hold == "integral"
+        share = (c > 0.0) * 1.0 if first else np.array(state["integral"])
         tight = c + share * np.sqrt(2.0 * args.delta * np.diag(S).clip(0.0))
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
         if args.hold == "integral" and (case != "recovery" or (c < 0.0).all()):

@@ -56,7 +56,7 @@ class Args:
     critic_minibatch: int = 256  # samples per critic step
     hidden_sizes: tuple[int, ...] = (64, 32)  # tanh layers of the policy and of each critic
     log_std_init: float = -0.5  # initial log standard deviation of the policy (action units)
-    log_std_min: float = -3.0  # its floor
+    log_std_min: float = -2.0  # its floor
     eval_every: int = 40  # iterations between evaluations (0: never)
     eval_episodes: int = 10  # trajectories per evaluation
     eval_steps: int = 1000  # steps per trajectory

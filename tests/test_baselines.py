@@ -408,11 +408,13 @@ def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
     """CPO recovers by the cost alone; ACPO adds the reward. Else both take the best step."""
     flags = {"cost_limit": (limit,), "delta": 0.01, "backtrack_coef": 0.75, "integral_gain": 0.1}
     flags |= {"recovery_t": t} if script is acpo else {}
-    share, cases = 0.0, []
+    share, cases = None, []
     asked = keep(monkeypatch, script, "line_search", lambda args, _: args[3:5])
     for H, g, a, x, row in updates(script, monkeypatch, tmp_path, **flags):
         v, w = np.linalg.solve(H, g), np.linalg.solve(H, a)
         q, r, s = g @ v, a @ v, a @ w
+        if share is None:  # a run that starts above the limit becomes safe first
+            share = float(row["dual/c"] > 0)
         c = row["dual/c"] + share * np.sqrt(2 * 0.01 * s)
         cases.append(row["dual/case"])
         if c > np.sqrt(2 * 0.01 * s):
@@ -440,12 +442,13 @@ def test_update_of_pcpo(projection, limit, monkeypatch, tmp_path):
     """The whole of it: no line search shortens it, however far it goes."""
     flags = {"cost_limit": (limit,), "delta": 0.01, "projection": projection}
     flags |= {"integral_gain": 0.1}
-    share = 0.0
+    share = None
     for H, g, a, x, row in updates(pcpo, monkeypatch, tmp_path, **flags):
         metric = H if projection == "kl" else np.eye(len(g))
         v, w = np.linalg.solve(H, g), np.linalg.solve(metric, a)
         x1 = np.sqrt(2 * 0.01 / (g @ v)) * v
         largest = np.sqrt(2 * 0.01 * (a @ np.linalg.solve(H, a)))
+        share = float(row["dual/c"] > 0) if share is None else share
         excess, share = row["dual/c"] + share * largest + a @ x1, row["dual/integral"]
         np.testing.assert_allclose(x, x1 - max(0, excess) / (a @ w) * w, rtol=1e-5, atol=1e-9)
         assert (excess > 0) == (limit == 0.2) == (row["dual/case"] == 1)
