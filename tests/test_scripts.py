@@ -256,8 +256,10 @@ def test_same_seed_same_run_and_resume_goes_on_bit_for_bit(runs, script):
 @every_script
 def test_other_seed_other_run(runs, script):
     one, other = (without_clocks(runs(script, name)) for name in ("full", "other"))
-    for tag in ("charts/avg_reward", "charts/avg_cost", "losses/value_r", "losses/entropy"):
+    for tag in ("charts/avg_reward", "charts/avg_cost", "losses/value_r"):
         assert not set(column(one, tag)) & set(column(other, tag)), tag
+    tag = "losses/entropy"  # of the first update: both may reach the floor of the deviation later
+    assert column(one, tag)[0] != column(other, tag)[0]
     first, second = (load(runs(script, name))["agent"] for name in ("full", "other"))
     for key in ("actor_mean.0.weight", "critics.weights.0"):
         assert not torch.equal(first[key], second[key])
