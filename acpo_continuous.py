@@ -415,13 +415,13 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
         # the linear model says. A share of the largest decrease that it knows, sqrt(2 delta s), is
-        # asked for in addition: it grows above the limit, and is 1 where a run starts above it.
+        # asked for in addition. It starts at c / l, within [0, 1], and grows above the limit.
+        violation = (c / np.maximum(limit, 1e-8)).clip(-1.0, 1.0)
         first = iteration == 1 and args.hold == "integral"
-        share = (c > 0.0) * 1.0 if first else np.array(state["integral"])
+        share = violation.clip(min=0.0) if first else np.array(state["integral"])
         tight = c + share * np.sqrt(2.0 * args.delta * np.diag(S).clip(0.0))
         lam, mu, case = solve_dual(q, r, S, tight, args.delta)
         if args.hold == "integral" and (case != "recovery" or (c < 0.0).all()):
-            violation = (c / np.maximum(limit, 1e-8)).clip(-1.0, 1.0)
             share = (share + args.integral_gain * violation).clip(0.0, 1.0)
         if args.hold == "violated" and (c > 0.0).any():
             case = "recovery"  # DEVIATION: even where the linearised problem has a solution

@@ -384,9 +384,10 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         q, r, S = gram[0, 0], gram[1:, 0], gram[1:, 1:]
         # DEVIATION: q, r and S contain the gradients' noise squared, so the cost does not fall as
         # the linear model says. A share of the largest decrease that it knows, sqrt(2 delta s), is
-        # asked for in addition: it grows above the limit, and is 1 where a run starts above it.
+        # asked for in addition. It starts at c / l, within [0, 1], and grows above the limit.
+        violation = (c / np.maximum(limit, 1e-8)).clip(-1.0, 1.0)
         first = iteration == 1 and args.hold == "integral"
-        share = (c > 0.0) * 1.0 if first else np.array(state["integral"])
+        share = violation.clip(min=0.0) if first else np.array(state["integral"])
         tight = c + share * np.sqrt(2.0 * args.delta * np.diag(S).clip(0.0))
         # PCPO: the best step of the trust region, then the closest one that meets the constraints
         lam = np.sqrt(max(q, 1e-300) / (2.0 * args.delta))
@@ -395,7 +396,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         x, mu = project(Hinv[0] / lam, directions, tight + r / lam, gram)
         case = "boundary" if mu.any() else "trust_region"
         if args.hold == "integral":
-            violation = (c / np.maximum(limit, 1e-8)).clip(-1.0, 1.0)
             share = (share + args.integral_gain * violation).clip(0.0, 1.0)
         promise = partial(surrogates, agent, b_obs, b_actions, advantages, b_means, std_k)
         search = -np.inf, np.inf, np.inf, 1.0, 0  # PCPO: takes x as it is, if it is finite

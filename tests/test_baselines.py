@@ -413,8 +413,8 @@ def test_update_of_cpo(script, t, limit, case, monkeypatch, tmp_path):
     for H, g, a, x, row in updates(script, monkeypatch, tmp_path, **flags):
         v, w = np.linalg.solve(H, g), np.linalg.solve(H, a)
         q, r, s = g @ v, a @ v, a @ w
-        if share is None:  # a run that starts above the limit becomes safe first
-            share = float(row["dual/c"] > 0)
+        if share is None:  # a run that starts far above the limit becomes safe first
+            share = np.clip(row["dual/c"] / limit, 0, 1)
         c = row["dual/c"] + share * np.sqrt(2 * 0.01 * s)
         cases.append(row["dual/case"])
         if c > np.sqrt(2 * 0.01 * s):
@@ -448,7 +448,7 @@ def test_update_of_pcpo(projection, limit, monkeypatch, tmp_path):
         v, w = np.linalg.solve(H, g), np.linalg.solve(metric, a)
         x1 = np.sqrt(2 * 0.01 / (g @ v)) * v
         largest = np.sqrt(2 * 0.01 * (a @ np.linalg.solve(H, a)))
-        share = float(row["dual/c"] > 0) if share is None else share
+        share = np.clip(row["dual/c"] / limit, 0, 1) if share is None else share
         excess, share = row["dual/c"] + share * largest + a @ x1, row["dual/integral"]
         np.testing.assert_allclose(x, x1 - max(0, excess) / (a @ w) * w, rtol=1e-5, atol=1e-9)
         assert (excess > 0) == (limit == 0.2) == (row["dual/case"] == 1)
