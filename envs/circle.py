@@ -139,7 +139,7 @@ class AntCircle(Circle):
 
     radius, strip, cost_limit = 10.0, 3.0, 0.1
     recommended_num_envs = 32  # as many as keep the physics busy
-    recommended_timesteps = 6_000_000
+    recommended_timesteps = 10_000_000
 
     def __init__(self, num_envs: int = 1, **kwargs):
         super().__init__(num_envs, AntBody, reach=20.0, **kwargs)
