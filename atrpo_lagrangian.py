@@ -48,7 +48,7 @@ class Args:
     multiplier_rate: float = 0.5  # with --adaptive: its change per update and relative violation
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
-    cg_damping: float = 0.1  # added to the diagonal of H
+    cg_damping: float | None = None  # added to the diagonal of H (None: what the task recommends)
     backtrack_coef: float = 0.75  # factor on the step per line-search trial
     backtrack_iterations: int = 10  # trials after the full step
     critic_learning_rate: float = 2e-3  # Adam step size of the critics

@@ -51,7 +51,7 @@ class Args:
     integral_gain: float = 0.03  # how fast violations tighten the limit, per update
     fisher_samples: int = 1024  # states of the batch on which H is computed
     cg_iterations: int = 10  # conjugate-gradient iterations per linear system
-    cg_damping: float = 0.1  # added to the diagonal of H
+    cg_damping: float | None = None  # added to the diagonal of H (None: what the task recommends)
     critic_learning_rate: float = 2e-3  # Adam step size of the critics
     critic_epochs: int = 5  # passes over the batch per update
     critic_minibatch: int = 256  # samples per critic step

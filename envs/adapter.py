@@ -29,6 +29,7 @@ class Adapter(VectorEnv):
         self.cost_limit = getattr(first.unwrapped, "cost_limit", None)
         self.recommended_num_envs = getattr(first.unwrapped, "recommended_num_envs", 1)
         self.recommended_timesteps = getattr(first.unwrapped, "recommended_timesteps", 1_000_000)
+        self.recommended_damping = getattr(first.unwrapped, "recommended_damping", 0.1)
         obs, act = first.observation_space, first.action_space
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, obs.shape, np.float32)
         bound = 1.0 if self.bounded else np.inf

@@ -112,10 +112,11 @@ class AntBody:
     | index | observation |
     |---|---|
     | 0-2 | torso x, y, z |
-    | 3-6 | torso orientation, quaternion w, x, y, z |
+    | 3-4 | cos yaw, sin yaw |
+    | 5-6 | how it leans: x and y of the vertical in the torso's frame (its z is >= 0) |
     | 7-14 | joint angles: hip and ankle of legs 1 to 4 |
-    | 15-17 | torso velocity x, y, z |
-    | 18-20 | torso angular velocity, body frame |
+    | 15-17 | torso velocity: ahead, to the left, up |
+    | 18-20 | torso angular velocity, torso's frame |
     | 21-28 | joint velocities, order as 7-14 |
     | 29-31 | centre of mass x, y, z |
     """
@@ -211,7 +212,15 @@ class AntBody:
         return quaternion_yaw(self.positions[:, 3:7])
 
     def observe(self) -> np.ndarray:
-        return np.concatenate([self.positions, self.velocities, self.center3], axis=1)
+        obs = np.concatenate([self.positions, self.velocities, self.center3], axis=1)
+        w, x, y, z = self.positions[:, 3:7].T
+        vx, vy, yaw = self.velocities[:, 0], self.velocities[:, 1], self.yaw
+        cos, sin = np.cos(yaw), np.sin(yaw)
+        # What the ant must know to walk does not depend on where it heads, so neither do the
+        # numbers: a quaternion and a velocity in the world's frame mix the two.
+        obs[:, 3:7] = np.column_stack([cos, sin, 2 * (x * z - w * y), 2 * (y * z + w * x)])
+        obs[:, 15:17] = np.column_stack([cos * vx + sin * vy, cos * vy - sin * vx])
+        return obs
 
     def qpos(self, row: int) -> np.ndarray:
         return self.positions[row]

@@ -107,10 +107,11 @@ class AntCircle(Circle):
     | index | meaning |
     |---|---|
     | 0-2 | torso x, y, z |
-    | 3-6 | torso quaternion w, x, y, z |
+    | 3-4 | cos yaw, sin yaw |
+    | 5-6 | x and y of the vertical in the torso's frame |
     | 7-14 | joint angles: hip 1, ankle 1, ..., hip 4, ankle 4 |
-    | 15-17 | torso velocity |
-    | 18-20 | torso angular velocity |
+    | 15-17 | torso velocity: ahead, to the left, up |
+    | 18-20 | torso angular velocity, torso's frame |
     | 21-28 | joint velocities |
     | 29-31 | centre of mass x, y, z |
 
@@ -139,7 +140,8 @@ class AntCircle(Circle):
 
     radius, strip, cost_limit = 10.0, 3.0, 0.1
     recommended_num_envs = 32  # as many as keep the physics busy
-    recommended_timesteps = 10_000_000
+    recommended_damping = 1.0  # eight torques and hard contacts make gradients noisy
+    recommended_timesteps = 5_000_000
 
     def __init__(self, num_envs: int = 1, **kwargs):
         super().__init__(num_envs, AntBody, reach=20.0, **kwargs)

@@ -174,10 +174,11 @@ class AntGather(Gather):
     | index | meaning |
     |---|---|
     | 0-2 | torso x, y, z |
-    | 3-6 | torso quaternion w, x, y, z |
+    | 3-4 | cos yaw, sin yaw |
+    | 5-6 | x and y of the vertical in the torso's frame |
     | 7-14 | joint angles: hip 1, ankle 1, ..., hip 4, ankle 4 |
-    | 15-17 | torso velocity |
-    | 18-20 | torso angular velocity |
+    | 15-17 | torso velocity: ahead, to the left, up |
+    | 18-20 | torso angular velocity, torso's frame |
     | 21-28 | joint velocities |
     | 29-31 | centre of mass x, y, z |
     | 32-41 | apple sensors from -90 to +90 degrees: 1 - distance / 6 of the nearest in the bin |
@@ -211,6 +212,7 @@ class AntGather(Gather):
 
     apples, bombs, cost_limit = 8, 8, 0.002
     recommended_num_envs = 32  # as many as keep the physics busy
+    recommended_damping = 1.0  # eight torques and hard contacts make gradients noisy
     recommended_timesteps = 8_000_000
 
     def __init__(self, num_envs: int = 1, progress: float = 6.0, **kwargs):

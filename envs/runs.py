@@ -114,7 +114,7 @@ def check(args) -> None:
 def make_pair(args):
     """(environments to train in, environments to evaluate in, limit (m,)) as the flags say.
 
-    Where the flags leave the number of steps to the task, it is put into args.
+    Where the flags leave the number of steps or the damping to the task, it is put into args.
     """
     from envs import make_vec
 
@@ -127,6 +127,8 @@ def make_pair(args):
     except (ValueError, ImportError, gym.error.Error, *RAISED_BY_OTHERS) as error:
         refuse("env_id", args.env_id, first_line(error))
     args.total_timesteps = args.total_timesteps or max(env.recommended_timesteps, args.batch_size)
+    if getattr(args, "cg_damping", 0.0) is None:
+        args.cg_damping = env.recommended_damping
     own = () if env.cost_limit is None else env.cost_limit
     limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
     if limit.size != m or not (np.isfinite(limit) & (limit >= 0.0)).all():

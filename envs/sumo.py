@@ -94,6 +94,7 @@ class SumoEnv(gym.Env):
 
     recommended_num_envs = 1  # in process; a worker spends more time on its pipe than on a step
     recommended_timesteps = 300_000  # of a training run
+    recommended_damping = 0.1  # of the Fisher matrix
     _loaded: ClassVar["SumoEnv | None"] = None  # the environment whose world libsumo holds now
     _own_state: ClassVar[tuple[str, ...]] = ()
 
@@ -314,6 +315,7 @@ class SumoVectorEnv(AsyncVectorEnv):
         self.cost_limit = env_class.cost_limit
         self.recommended_num_envs = env_class.recommended_num_envs
         self.recommended_timesteps = env_class.recommended_timesteps
+        self.recommended_damping = env_class.recommended_damping
         self.num_costs = 1
         self._first_seed = seed
         makers = [functools.partial(env_class, **kwargs)] * num_envs

@@ -550,6 +550,41 @@ def test_yaw_from_the_quaternion():
     np.testing.assert_allclose(quaternion_yaw(-upright), quaternion_yaw(upright), atol=1e-15)
 
 
+def own_frame(qpos, qvel, center):
+    """What an ant observes of itself, by rotation matrices."""
+    turn = Rotation.from_quat(qpos[[4, 5, 6, 3]]).as_matrix()
+    ahead = turn[:2, 0] / np.linalg.norm(turn[:2, 0])  # the torso's x axis on the ground
+    velocity = [ahead @ qvel[:2], ahead[0] * qvel[1] - ahead[1] * qvel[0], qvel[2]]
+    parts = qpos[:3], ahead, turn[2, :2], qpos[7:], velocity, qvel[3:], center
+    return np.concatenate(parts).astype(np.float32)
+
+
+@pytest.mark.parametrize("env_id", ANTS)
+def test_what_an_ant_feels_does_not_depend_on_its_heading(env_id):
+    """The same pose and motion, turned about the vertical: only place and heading differ."""
+    n = 8
+    env = envs.make_vec(env_id, n, seed=1)
+    env.reset()
+    for t in range(5):
+        env.step(np.random.default_rng(t).uniform(-1, 1, (n, 8)))
+    qpos, qvel = env.body.positions[0].copy(), env.body.velocities[0].copy()
+    for row, angle in enumerate(np.linspace(-3.0, 3.0, n)):
+        turn = Rotation.from_euler("z", angle)
+        turned = turn * Rotation.from_quat(qpos[[4, 5, 6, 3]])
+        env.body.positions[row] = qpos
+        env.body.positions[row, 3:7] = (-1.0) ** row * np.roll(turned.as_quat(), 1)  # q and -q
+        env.body.velocities[row] = qvel
+        env.body.velocities[row, :3] = turn.apply(qvel[:3])
+    obs = env.body.observe()
+    felt = [2, 5, 6, *range(7, 29)]
+    np.testing.assert_allclose(obs[:, felt], np.tile(obs[0, felt], (n, 1)), atol=1e-12)
+    headings = np.arctan2(obs[:, 4], obs[:, 3])
+    np.testing.assert_allclose(np.angle(np.exp(1j * np.diff(headings))), 6.0 / 7.0, atol=1e-12)
+    lean = np.hypot(obs[0, 5], obs[0, 6])
+    tilt = Rotation.from_quat(qpos[[4, 5, 6, 3]]).as_matrix()[2, 2]
+    assert lean > 0.01 and lean == pytest.approx(np.sqrt(1.0 - tilt**2), abs=1e-12)
+
+
 @pytest.mark.parametrize("env_id", ANTS)
 def test_ant_against_mujoco_by_hand(env_id):
     """States bit-equal to a loop over mj_step; observation, reward and cost recomputed."""
@@ -609,8 +644,8 @@ def test_ant_against_mujoco_by_hand(env_id):
             else:
                 np.testing.assert_array_equal(env.body.positions[row], data.qpos)
                 np.testing.assert_array_equal(env.body.velocities[row], data.qvel)
-                expected = np.concatenate([data.qpos, data.qvel, after]).astype(np.float32)
-                np.testing.assert_array_equal(obs[row, :32], expected)
+                expected = own_frame(data.qpos, data.qvel, after)
+                np.testing.assert_allclose(obs[row, :32], expected, rtol=1e-6, atol=1e-6)
     assert fallen > 0
 
 
@@ -646,7 +681,8 @@ def test_a_lost_ant_regenerates(env_id, how):
     height = 10.0 if stays else 0.0
     np.testing.assert_allclose(obs[1, :2], [3.0 if edge else 0.0, height], atol=0.05)
     assert abs(obs[1, 2] - 0.55) < 0.05
-    assert (obs[1, 3:7] ** 2).sum() == pytest.approx(1, abs=1e-6)
+    assert (obs[1, 3:5] ** 2).sum() == pytest.approx(1, abs=1e-6)  # a heading
+    assert np.abs(obs[1, 5:7]).max() < 0.1  # upright
     for row in (0, 2):  # the neighbours do not notice
         np.testing.assert_array_equal(obs[row], expected_obs[row])
         assert rewards[row] == expected_rewards[row]
@@ -804,6 +840,7 @@ def test_third_party_env_obeys_the_rules(tiny):
     obs, _ = env.reset()
     assert [e.unwrapped.seed for e in env.envs] == [7, 8]
     assert env.cost_limit == 0.3 and env.recommended_num_envs == 1
+    assert env.recommended_damping == 0.1
     assert env.single_action_space == gym.spaces.Box(-1, 1, (1,), np.float32)
     assert env.metadata["autoreset_mode"] == gym.vector.AutoresetMode.SAME_STEP
     for step in range(12):
@@ -862,6 +899,7 @@ def test_the_environment_recommends_how_many_and_how_long():
         env = envs.make_vec(env_id)
         assert env.num_envs == env.recommended_num_envs >= 8 and env.num_costs == 1
         assert env.recommended_timesteps >= 400_000
+        assert env.recommended_damping == (1.0 if "Ant" in env_id else 0.1)
     assert envs.make_vec("ConstrainedLQR", 2, second_limit=0.4).num_costs == 2
 
 

@@ -143,6 +143,20 @@ def test_args_json(runs, script):
         assert record["versions"][package] == importlib.metadata.version(package)
 
 
+@every_script
+def test_what_the_task_recommends_is_a_default(script):
+    Args = importlib.import_module(script).Args
+    for env_id, damping in (("PointCircle", 0.1), ("AntCircle", 1.0)):
+        for given in (None, 0.0, 0.5):  # 0 is a damping, not a default
+            flags = {"total_timesteps": 8192 if given else 0}
+            flags |= {"cg_damping": given} if hasattr(Args, "cg_damping") else {}
+            env, eval_env, _ = envs.make_pair(args := Args(env_id=env_id, **flags))
+            assert args.total_timesteps == (8192 if given else env.recommended_timesteps)
+            if "cg_damping" in flags:
+                assert args.cg_damping == (damping if given is None else given)
+            env.close(), eval_env.close()
+
+
 @pytest.mark.parametrize("name", ["full", "other"])  # `other` was started in another folder
 def test_commit_is_that_of_the_script(runs, name):
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]

@@ -73,6 +73,7 @@ def test_sizes_and_check_env(env_class, obs, act):
     assert env.observation_space.shape == (obs,)
     assert env.action_space.shape == (act,)
     assert (env.cost_limit, env.recommended_num_envs) == (0.1, 1)
+    assert env.recommended_damping == 0.1
     check_env(env, skip_render_check=True)
     env.close()
 
@@ -509,6 +510,7 @@ def test_workers_obey_the_vector_rule(env_class):
     name = env_class.__name__
     envs = make_workers(name, 2, seed=21, horizon=25)
     assert (envs.num_envs, envs.cost_limit, envs.recommended_num_envs) == (2, 0.1, 1)
+    assert envs.recommended_damping == 0.1
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     obs, _ = envs.reset()
     actions = np.random.default_rng(0).normal(0, 0.37, (60, 2, *envs.single_action_space.shape))

@@ -45,7 +45,7 @@ DAMAGE = {
     "a number": (ATRPO, "line_search", "range(trials + 1)", "range(trials)"),
     "a decorator": (PPO, "evaluate", "@torch.no_grad()\ndef evaluate", "def evaluate"),
     "a method": (BVF, "Agent.normalize", "(variance + 1e-8)", "(variance + 1e-7)"),
-    "the default of a field": (ACPO, "Args.cg_damping", "damping: float = ", "damping: float = 9"),
+    "the default of a field": (ACPO, "Args.cg_damping", "float | None = None", "float | None = 9"),
     "the help of a field": (BVF, "Args.clip_coef", "# eps of the", "# epsilon of the"),
     "a field with two meanings": (BVF, "Args.delta", "delta: float = ", "delta: float = 9"),
     "a paragraph of main": (ATRPO, "main: Critics", "errors.square()", "errors.abs()"),
