@@ -325,6 +325,28 @@ def test_fisher_vector_product_is_gauss_newton(agent):
     torch.testing.assert_close(fisher_vector_product(agent, obs, 0.0)(v), fisher @ v)
 
 
+@pytest.mark.parametrize("damping", [0.01, 0.1, 1.0])
+def test_what_noise_alone_makes_of_q(agent, damping):
+    """Advantages that know nothing of the actions still give q = tr(H (H + damping)^-1) / n.
+
+    This is why damping matters: where q is not above it, the step is noise.
+    """
+    n, draws, repeats = 300, 60, 10
+    obs = torch.randn(n, 3, dtype=torch.float64)
+    mean, std = (x.detach() for x in agent.policy(obs))
+    damped = torch.stack(
+        [fisher_vector_product(agent, obs, damping)(e) for e in torch.eye(56, dtype=torch.float64)]
+    )
+    H = damped - damping * torch.eye(56)
+    expected = torch.trace(torch.linalg.solve(damped, H)).item() / n
+    q = []
+    for _ in range(repeats):
+        noise = torch.randn(n, draws, dtype=torch.float64)
+        g = surrogate_gradients(agent, obs, mean + std * torch.randn_like(mean), noise)
+        q += (g * torch.linalg.solve(damped, g.T).T).sum(1).tolist()
+    assert np.mean(q) == pytest.approx(expected, rel=0.08)
+
+
 def test_conjugate_gradient_against_a_direct_solve():
     rng = np.random.default_rng(0)
     for n, scale in itertools.product((1, 5, 30), (1e-8, 1.0, 1e8)):
