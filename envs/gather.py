@@ -207,7 +207,7 @@ class AntGather(Gather):
     least 2 from the body.
 
     ## Arguments
-    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=6`: shaping in reward per metre.
+    `horizon=1000`, `render_mode=None | "rgb_array"`, `progress=2`: shaping in reward per metre.
     """
 
     apples, bombs, cost_limit = 8, 8, 0.002
@@ -215,5 +215,5 @@ class AntGather(Gather):
     recommended_damping = 1.0  # eight torques and hard contacts make gradients noisy
     recommended_timesteps = 8_000_000
 
-    def __init__(self, num_envs: int = 1, progress: float = 6.0, **kwargs):
+    def __init__(self, num_envs: int = 1, progress: float = 2.0, **kwargs):
         super().__init__(num_envs, AntBody, progress, **kwargs)
