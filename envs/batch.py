@@ -72,7 +72,7 @@ class BatchEnv(VectorEnv):
     cost_limit: float | tuple[float, ...]
     recommended_num_envs = 8  # long rollouts: a batch then shows its policy, not the one before
     recommended_timesteps = 400_000  # of a training run
-    recommended_damping = 0.1  # of the Fisher matrix: the more, the less a step fits noise
+    recommended_damping = 0.1  # of the Fisher matrix
 
     def __init__(
         self,

@@ -329,7 +329,7 @@ def test_fisher_vector_product_is_gauss_newton(agent):
 def test_what_noise_alone_makes_of_q(agent, damping):
     """Advantages that know nothing of the actions still give q = tr(H (H + damping)^-1) / n.
 
-    This is why damping matters: where q is not above it, the step is noise.
+    Where q is not well above it, the step is mostly noise.
     """
     n, draws, repeats = 300, 60, 10
     obs = torch.randn(n, 3, dtype=torch.float64)
