@@ -835,6 +835,16 @@ def tiny(tmp_path, monkeypatch):
     gym.registry.pop("Tiny-v0", None)
 
 
+def test_a_third_party_env_may_recommend(tiny, monkeypatch):
+    task = gym.make(tiny).unwrapped.__class__
+    env = envs.make_vec(tiny)
+    assert (env.num_envs, env.recommended_timesteps) == (1, 1_000_000)
+    for name, value in (("num_envs", 3), ("timesteps", 5000), ("damping", 0.4)):
+        monkeypatch.setattr(task, f"recommended_{name}", value, raising=False)
+    env = envs.make_vec(tiny)
+    assert (env.num_envs, env.recommended_timesteps, env.recommended_damping) == (3, 5000, 0.4)
+
+
 def test_third_party_env_obeys_the_rules(tiny):
     env = envs.make_vec(tiny, 2, seed=7)
     obs, _ = env.reset()
