@@ -1,6 +1,7 @@
 """The batched tasks against geometry, physics and formulas that can be worked out by hand."""
 
 import os
+import sys
 from functools import partial
 
 import gymnasium as gym
@@ -833,6 +834,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "someones_package:Tiny-v0"
     gym.registry.pop("Tiny-v0", None)
+    sys.modules.pop("someones_package", None)  # registers again when it is imported again
 
 
 def test_a_third_party_env_may_recommend(tiny, monkeypatch):
