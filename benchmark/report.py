@@ -374,6 +374,8 @@ def draw_scatter(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str
         for limit in {run.limit for runs in members.values() for run in runs}:
             axis.axvline(limit, color="black", linestyle="--")
         axis.set(xlabel="cost per step", ylabel="reward per step", title=task)
+        axis.axhline(0.0, color="0.85", zorder=0)  # in view, or 1 % would look like 50
+        axis.locator_params(axis="x", nbins=4)
     dots = [plt.Line2D([], [], marker="o", linestyle="", color=x) for x in colors.values()]
     dots += [plt.Line2D([], [], linestyle="--", color="black")]
     figure.legend(dots, [*colors, "limit"], loc="outside right center", fontsize=8)
