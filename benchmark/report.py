@@ -6,10 +6,10 @@
     python benchmark/report.py benchmark/results/practical runs/benchmark/practical \\
         --out benchmark/results/practical                  # an earlier report, and what is new
 
-Writes results.csv (one row per run), curves.csv (at most 100 rows per run), results.md (one row per
-algorithm and task, means over seeds) and PNG figures: curves_TASK, scatter, throughput and, for
-each swept flag, sweep_FLAG. Runs that are not finished are left out, and it says how many. Page:
-docs/benchmark.md.
+Writes results.csv (one row per run), curves.csv (at most 100 rows per run), results.md (algorithm x
+task at a glance, then one row for each pair, means over seeds) and PNG figures: curves_TASK,
+scatter, throughput and, for each swept flag, sweep_FLAG. Runs that are not finished are left out,
+and it says how many. Page: docs/benchmark.md.
 """
 
 import csv
@@ -290,6 +290,29 @@ def markdown(groups: dict[tuple, list[Run]], unfinished: int, figures: list[str]
     return "\n".join(lines + [f"![{name[:-4]}]({name})" for name in figures]) + "\n"
 
 
+def glance(groups: dict[tuple, list[Run]]) -> str:
+    """One row per algorithm, one column per task: reward and its interval, and the cost."""
+    tasks, bold = by_task(groups), best_feasible(groups)
+    heads = []
+    for task, members in tasks.items():
+        sizes, (run, *_) = sorted({len(x) for x in members.values()}), next(iter(members.values()))
+        seeds = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+        heads.append(f"{task}: limit {run.limit:g}, n = {seeds}")
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(tasks)) + "|"]
+    for who in dict.fromkeys(key[1:] for key in groups):
+        cells = [label(*who)]
+        for task in tasks:
+            runs = groups.get((task, *who), [])
+            text = f"{cell(runs, 'reward', '#.3g')} at {mean_of(runs, 'cost'):.2g}" if runs else "-"
+            if runs and mean_of(runs, "cost") > FEASIBLE * mean_of(runs, "limit"):
+                text = f"*{text}*"
+            cells.append(f"**{text}**" if (task, *who) in bold else text)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Reward per step with its interval, at this cost per step. Bold: the best within"]
+    lines += [f"{FEASIBLE:g} times the limit. Italic: beyond it. Terms: see below.", ""]
+    return "\n".join(lines) + "\n"
+
+
 def write_csv(out: Path, groups: dict[tuple, list[Run]]) -> None:
     """results.csv and curves.csv, from which read_report makes the same runs again."""
     rows = [asdict(run) for runs in groups.values() for run in runs]
@@ -464,7 +487,7 @@ def main(args: Args) -> None:
     flags = dict.fromkeys(flag for run in runs for flag in run.values)
     figures += [draw_sweep(out, flag, groups) for flag in flags]
     write_csv(out, groups)
-    text = markdown(groups, unfinished, figures)
+    text = f"{glance(groups)}\n{markdown(groups, unfinished, figures)}"
     (out / "results.md").write_text(text)
     print(text)
     print(f"{len(runs)} runs: {out}")

@@ -394,6 +394,17 @@ def test_bold_is_the_best_that_holds_the_limit_on_average(tmp_path):
     assert rows[3].startswith("| Grid | PCPO | 1 | 1,000 | 1 | 0.2 | 0.1 | 100% | 50 | 0.3 |")
 
 
+def test_the_table_at_a_glance(tmp_path):
+    for seed, reward in ((1, 2.0), (2, 3.0)):
+        write_run(tmp_path, "PointGather", "acpo_continuous", seed, [reward], [0.05])
+    write_run(tmp_path, "PointGather", "cpo_continuous", 1, [9.0], [0.2])  # beyond the limit
+    write_run(tmp_path, "Grid", "cpo_continuous", 1, [1.25], [0.1])
+    head, _, *rows = report.glance(groups_in(tmp_path)).splitlines()
+    assert head == "| | PointGather: limit 0.1, n = 1 to 2 | Grid: limit 0.1, n = 1 |"
+    assert rows[0] == "| ACPO | **2.50 [2.00, 3.00] at 0.05** | - |"
+    assert rows[1] == "| CPO | *9.00 at 0.2* | **1.25 at 0.1** |"
+
+
 def test_the_table_states_every_commit(tmp_path):
     commits = ["b" * 40, "a" * 40]
     attempts = [{"exit_code": 0, "commit": x, "uncommitted_changes": False} for x in commits]
@@ -437,7 +448,7 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == names == set(figures)
     text = (tmp_path / "report" / "results.md").read_text()
     assert all(f"]({name})" in text for name in names)
-    assert "**ACPO, recovery-t=1**" in text and text.count("**") == 2
+    assert "**ACPO, recovery-t=1**" in text and text.count("**") == 4  # in both tables
     with open(tmp_path / "report" / "results.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(row["sweep"], row["seed"], float(row["reward"])) for row in rows[:3]] == [
