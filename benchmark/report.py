@@ -7,9 +7,9 @@
         --out benchmark/results/practical                  # an earlier report, and what is new
 
 Writes results.csv (one row per run), curves.csv (at most 100 rows per run), results.md (algorithm x
-task at a glance, then one row for each pair, means over seeds) and PNG figures: curves_TASK,
-scatter, throughput and, for each swept flag, sweep_FLAG. Runs that are not finished are left out,
-and it says how many. Page: docs/benchmark.md.
+task at a glance, then one row for each pair, means over seeds) and PNG figures: curves_TASK, curves
+(all tasks), scatter, throughput and, for each swept flag, sweep_FLAG. Runs that are not finished
+are left out, and it says how many. Page: docs/benchmark.md.
 """
 
 import csv
@@ -364,24 +364,44 @@ def save(figure, path: Path) -> str:
     return path.name
 
 
-def draw_curves(out: Path, task: str, groups: dict[tuple, list[Run]], colors: dict) -> str:
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+def plot_curves(axes, task: str, groups: dict[tuple, list[Run]], colors: dict) -> None:
+    """Reward and cost of one task into two axes: means over seeds, one standard deviation."""
     for axis, name in zip(axes, ("reward", "cost"), strict=True):
         for (_, *who), runs in groups.items():
             steps, mean, spread = mean_curve(runs, name)
-            steps = steps / 1e6
-            text = f"{label(*who)} (n = {len(runs)})"
-            axis.plot(steps, mean, color=colors[label(*who)], label=text)
-            axis.fill_between(
-                steps, mean - spread, mean + spread, color=colors[label(*who)], alpha=0.15, lw=0
-            )
+            steps, color = steps / 1e6, colors[label(*who)]
+            axis.plot(steps, mean, color=color, label=f"{label(*who)} (n = {len(runs)})")
+            axis.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)
         axis.set(
             xlabel="environment steps (millions)", ylabel=f"average {name} per step", title=task
         )
     for limit in {run.limit for runs in groups.values() for run in runs}:
         axes[1].axhline(limit, color="black", linestyle="--", label=f"limit {limit:g}")
+
+
+def draw_curves(out: Path, task: str, groups: dict[tuple, list[Run]], colors: dict) -> str:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    plot_curves(axes, task, groups, colors)
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return save(figure, out / f"curves_{task}.png")
+
+
+def draw_all_curves(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str:
+    """The curves of all tasks in one figure: rewards above, costs below."""
+    tasks = by_task(groups)
+    shape = {"figsize": (3.2 * len(tasks), 6.0), "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(2, len(tasks), **shape)
+    for column, (task, part) in zip(axes.T, tasks.items(), strict=True):
+        plot_curves(column, task, part, colors)
+        column[0].set(xlabel="")
+        limit = max(run.limit for runs in part.values() for run in runs)
+        column[1].set(ylim=(0.0, 3.0 * limit), title="")  # the limit in view, not the first updates
+    for axis in axes[:, 1:].flat:
+        axis.set(ylabel="")
+    lines = [plt.Line2D([], [], color=x) for x in colors.values()]
+    lines += [plt.Line2D([], [], linestyle="--", color="black")]
+    figure.legend(lines, [*colors, "limit"], loc="outside lower center", ncols=7)
+    return save(figure, out / "curves.png")
 
 
 def draw_scatter(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str:
@@ -483,7 +503,8 @@ def main(args: Args) -> None:
     groups = group_runs(runs)
     colors = colors_of(groups)
     figures = [draw_curves(out, task, part, colors) for task, part in by_task(groups).items()]
-    figures += [draw(out, groups, colors) for draw in (draw_scatter, draw_throughput)]
+    draws = draw_all_curves, draw_scatter, draw_throughput
+    figures += [draw(out, groups, colors) for draw in draws]
     flags = dict.fromkeys(flag for run in runs for flag in run.values)
     figures += [draw_sweep(out, flag, groups) for flag in flags]
     write_csv(out, groups)

@@ -444,7 +444,8 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
     write_run(tmp_path, "PointCircle", "cpo_continuous", 1, [4.0] * 10, [0.2] * 10)
     report.main(report.Args((tmp_path,)))
 
-    names = {"curves_PointCircle.png", "scatter.png", "throughput.png", "sweep_recovery-t.png"}
+    names = {"curves_PointCircle", "curves", "scatter", "throughput", "sweep_recovery-t"}
+    names = {f"{name}.png" for name in names}
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == names == set(figures)
     text = (tmp_path / "report" / "results.md").read_text()
     assert all(f"]({name})" in text for name in names)
