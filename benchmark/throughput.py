@@ -289,24 +289,34 @@ def ratios(rows: list[Row]) -> list[dict]:
     ]
 
 
+def training_rates(rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """Of the rows of progress.csv: part of the loop -> its steps/s and its part of the time.
+
+    The first row only says where the count starts: that iteration warms up.
+    """
+    first, *rows = rows
+    steps = int(rows[-1]["global_step"]) - int(first["global_step"])
+    spent = {k: sum(float(row[f"time/{k}"]) for row in rows) for k in ("rollout", "update", "eval")}
+    train = spent["rollout"] + spent["update"]
+    spent = {"rollout + update": train, **spent}
+    return {part: (steps / t if t else 0.0, t / train) for part, t in spent.items()}
+
+
 def training_lines(task: str, env_rate: float, seconds: float) -> list[dict]:
     """ACPO with its default settings: steps/s of the whole loop, split into its three parts."""
     with tempfile.TemporaryDirectory() as folder:
-        iterations = max(5, round(seconds * env_rate / 3 / 8192))
+        steps = round(min(max(seconds * env_rate / 3, 50_000), 500_000))
         command = [sys.executable, "acpo_continuous.py", "--env-id", task, "--run-dir", folder]
-        command += ["--total-timesteps", str(8192 * min(iterations, 60)), "--eval-every", "20"]
+        command += ["--total-timesteps", str(steps), "--eval-every", "20"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         with open(next(Path(folder).glob("*/progress.csv"))) as file:
-            rows = list(csv.DictReader(file))[1:]  # the first iteration warms up
-    spent = {k: sum(float(row[f"time/{k}"]) for row in rows) for k in ("rollout", "update", "eval")}
-    train = spent["rollout"] + spent["update"]
+            parts = training_rates(list(csv.DictReader(file)))
     lines = []
-    for name, time_spent in (("rollout + update", train), *spent.items()):
-        rate = round(len(rows) * 8192 / time_spent) if time_spent else 0
-        share = f"{rate / env_rate:.2f} of env only; {time_spent / train:.2f} of training time"
-        print(f"{task:<15}training, {name:<21}{rate:>14,} steps/s  {share}", flush=True)
-        lines.append({"task": task, "row": f"training, {name}", "num_envs": "default"})
-        lines[-1] |= {"steps_per_second": rate, "of_raw": "", "times_sync": ""}
+    for part, (rate, spent) in parts.items():
+        share = f"{rate / env_rate:.2f} of env only; {spent:.2f} of training time"
+        print(f"{task:<15}training, {part:<21}{rate:>14,.0f} steps/s  {share}", flush=True)
+        lines.append({"task": task, "row": f"training, {part}", "num_envs": "default"})
+        lines[-1] |= {"steps_per_second": round(rate), "of_raw": "", "times_sync": ""}
     return lines
 
 

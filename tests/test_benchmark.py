@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import acpo_continuous
-from benchmark import report, run
+from benchmark import report, run, throughput
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 256
@@ -468,3 +468,17 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
     limit = figures["scatter.png"].axes[0].lines[0]
     assert set(limit.get_xdata()) == {0.1} and limit.get_linestyle() == "--"
     assert [bar.get_width() for bar in figures["throughput.png"].axes[0].patches] == [50.0] * 4
+
+
+# throughput.py
+
+
+def test_the_speed_of_training_counts_the_steps_that_were_made():
+    times = {"time/rollout": "0.5", "time/update": "1.5", "time/eval": "0"}
+    rows = [{"global_step": str(batch * 100), **times} for batch in (1, 2, 3)]
+    rows[0] |= {"time/rollout": "99"}  # the first iteration warms up
+    rates = throughput.training_rates(rows)
+    assert rates["rollout + update"] == (50.0, 1.0)
+    assert rates["rollout"] == (200.0, 0.25)
+    assert rates["update"] == (pytest.approx(66.667, rel=1e-4), 0.75)
+    assert rates["eval"] == (0.0, 0.0)
