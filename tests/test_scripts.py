@@ -67,13 +67,15 @@ def runs(pool, tmp_path_factory):
     """
     jobs = {}
     for script in SCRIPTS:
-        place = {name: tmp_path_factory.mktemp(name) for name in ("full", "half", "other")}
+        place = {name: tmp_path_factory.mktemp(name) for name in ("full", "half", "blind", "other")}
         full, half = TINY, TINY | {"total_timesteps": BATCH * HALF}
         where = place["full"]
         jobs[script, "full"] = pool.submit(
             finish, script, where, "--capture-video", real=True, **full
         )
         jobs[script, "half"] = pool.submit(finish, script, place["half"], **half)
+        blind = half | {"eval_every": 0}
+        jobs[script, "blind"] = pool.submit(finish, script, place["blind"], **blind)
         other = {"seed": 2, "cwd": place["other"]}
         jobs[script, "other"] = pool.submit(finish, script, place["other"], **half | other)
     return lambda script, name: jobs[script, name].result()
@@ -250,6 +252,14 @@ def test_checkpoint_is_the_policy_that_was_evaluated(runs, script):
         assert reward.mean() == pytest.approx(float(last[f"{kind}_reward"]), rel=1e-9)
         assert cost.mean() == pytest.approx(float(last[f"{kind}_cost"]), rel=1e-9)
         assert cost.std() == pytest.approx(float(last[f"{kind}_cost_std"]), rel=1e-9)
+
+
+@every_script
+def test_evaluation_leaves_the_training_alone(runs, script):
+    full, blind = (without_clocks(runs(script, name)) for name in ("full", "blind"))
+    assert len(blind) == HALF
+    for tag in {*blind[0]} - {tag for tag in blind[0] if tag.startswith("eval/")}:
+        assert [row[tag] for row in full[:HALF]] == [row[tag] for row in blind], tag
 
 
 # --- the same again -------------------------------------------------------------------------------
