@@ -172,7 +172,8 @@ class Log:
 
     def __init__(self, args, script: str):
         self.args, self.script = args, os.path.splitext(os.path.basename(script))[0]
-        name = f"{args.env_id.split(':')[-1]}__{self.script}__{args.seed}__{int(time.time())}"
+        env = args.env_id.split(":")[-1].replace("/", "-")  # of a namespace: no folder of its own
+        name = f"{env}__{self.script}__{args.seed}__{int(time.time())}"
         self.folder = args.resume or os.path.join(args.run_dir, name)
         self.progress = f"{self.folder}/progress.csv"
         if args.resume:

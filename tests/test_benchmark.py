@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import acpo_continuous
+import envs
 from benchmark import report, run, throughput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +163,15 @@ def test_a_run_is_never_started_twice_at_once(fake_scripts, tmp_path):
         outcome = run.execute(make_run(), tmp_path)
     assert (outcome.exit_code, outcome.line) == (2, "another process is at work on it")
     assert not (tmp_path / make_run().name / "record.json").exists()
+
+
+def test_the_run_folder_of_an_environment_with_a_namespace_is_found(tmp_path):
+    flags = acpo_continuous.Args(env_id="some.module:ns/Env-v0", run_dir=str(tmp_path))
+    folder = Path(envs.Log(flags, "acpo_continuous.py").folder)
+    assert folder.parent == tmp_path and folder.name.startswith("ns-Env-v0__acpo_continuous__1__")
+    assert run.run_folder(tmp_path) == folder
+    flags.resume = str(folder)
+    assert Path(envs.Log(flags, "acpo_continuous.py").folder) == folder
 
 
 def test_a_run_with_other_flags_is_not_taken_for_this_one(tmp_path, capsys):
