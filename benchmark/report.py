@@ -181,7 +181,8 @@ def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int
             found = read_report(folder)
         for path in sorted(folder.glob("*/record.json")):
             record = json.loads(path.read_text())
-            if any(attempt["exit_code"] == 0 for attempt in record["attempts"]):
+            done = any(attempt["exit_code"] == 0 for attempt in record["attempts"])
+            if done and record["folder"]:
                 found.append(read_run(path.parent, record, steps))
             else:
                 unfinished += 1

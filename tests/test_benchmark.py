@@ -389,6 +389,11 @@ def test_a_run_without_a_readable_log_is_named(tmp_path, capsys):
     assert "X__acpo_continuous__1" in capsys.readouterr().err
 
 
+def test_a_run_without_a_folder_counts_as_not_finished(tmp_path):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0], folder=None)
+    assert report.read_runs((tmp_path,)) == ([], 1)
+
+
 def test_bold_is_the_best_that_holds_the_limit_on_average(tmp_path):
     for seed, cost in ((1, 0.09), (2, 0.13)):  # 0.11 on average: just within
         write_run(tmp_path, "PointGather", "acpo_continuous", seed, [2.0], [cost])
