@@ -209,6 +209,20 @@ def group_runs(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
     return groups
 
 
+def check(groups: dict[tuple, list[Run]]) -> None:
+    """Refuse seeds of one group that cannot be averaged point by point."""
+    for (task, *who), runs in groups.items():
+        seeds = {}
+        for run in runs:
+            seeds.setdefault(f"{run.steps:,}", []).append(f"{run.seed}")
+        found = " and ".join(f"{steps} steps (seed {', '.join(x)})" for steps, x in seeds.items())
+        if len(seeds) > 1:
+            refuse(f"{task}, {label(*who)}: {found}: choose --steps N to read all up to N")
+        points = {tuple(blocks(run.curve["global_step"]).round()) for run in runs}
+        if len(points) > 1:  # rounded as in curves.csv
+            refuse(f"{task}, {label(*who)}: its seeds differ in --batch-size: report them apart")
+
+
 def as_number(text: str) -> float:
     """For sorting: words come after all numbers."""
     try:
@@ -499,9 +513,10 @@ def main(args: Args) -> None:
     if not runs:
         names = ", ".join(map(str, args.folders))
         refuse(f"{names}: has no finished run of benchmark/run.py ({unfinished} unfinished)")
+    groups = group_runs(runs)
+    check(groups)
     out = args.out or args.folders[0] / "report"
     out.mkdir(parents=True, exist_ok=True)
-    groups = group_runs(runs)
     colors = colors_of(groups)
     figures = [draw_curves(out, task, part, colors) for task, part in by_task(groups).items()]
     draws = draw_all_curves, draw_scatter, draw_throughput

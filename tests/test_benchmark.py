@@ -275,7 +275,7 @@ def test_interrupt_resume_failure_and_skip(tmp_path):
 # report.py
 
 
-def write_run(out, env_id, algorithm, seed, rewards, costs, **changes) -> None:
+def write_run(out, env_id, algorithm, seed, rewards, costs, batch=1000, **changes) -> None:
     """A finished run with a row for each reward, as run.py and a script leave it; limit 0.1."""
     name = f"{env_id}__{algorithm}__{seed}" + "".join(
         f"__{flag}={value}" for flag, value in changes.get("sweep", {}).items()
@@ -292,7 +292,7 @@ def write_run(out, env_id, algorithm, seed, rewards, costs, **changes) -> None:
         print("global_step", *tags.split(), "eval/avg_reward", "eval/avg_cost", sep=",", file=file)
         for i, (reward, cost) in enumerate(zip(rewards, costs, strict=True)):
             evaluated = (reward + 1, cost + 1) if i == len(rewards) - 2 else ("nan", "")
-            print(1000 * (i + 1), reward, cost, 0.1, 50.0, *evaluated, sep=",", file=file)
+            print(batch * (i + 1), reward, cost, 0.1, 50.0, *evaluated, sep=",", file=file)
 
 
 def groups_in(out: Path) -> dict:
@@ -344,6 +344,32 @@ def test_runs_of_several_folders_are_compared_at_equal_steps(tmp_path):
         ("cpo_continuous", 5000, 4.0),
     ]
     assert [run.steps for run in report.read_runs((long, short))[0]] == [10_000, 5000]
+
+
+def refusal(capsys, *folders: Path, **options) -> str:
+    """The one line with which a report of these folders is refused."""
+    with pytest.raises(SystemExit) as stopped:
+        report.main(report.Args(folders, **options))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("count", [300, 103])  # 103 and 102 make 51 points each
+def test_seeds_of_different_length_are_not_averaged(tmp_path, capsys, count):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0] * count, [0.0] * count)
+    write_run(tmp_path, "X", "acpo_continuous", 2, [1.0] * 102, [0.0] * 102)
+    found = f"{count},000 steps (seed 1) and 102,000 steps (seed 2)"
+    line = refusal(capsys, tmp_path)
+    assert line == f"error: X, ACPO: {found}: choose --steps N to read all up to N"
+    assert not (tmp_path / "report").exists()
+    report.main(report.Args((tmp_path,), steps=102_000))
+
+
+def test_seeds_of_different_batch_size_are_not_averaged(tmp_path, capsys):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0] * 4, [0.0] * 4)
+    write_run(tmp_path, "X", "acpo_continuous", 2, [1.0] * 2, [0.0] * 2, batch=2000)
+    assert "X, ACPO: its seeds differ in --batch-size" in refusal(capsys, tmp_path)
 
 
 def test_a_report_goes_on_from_an_earlier_one(tmp_path, capsys):
