@@ -172,7 +172,7 @@ def read_report(folder: Path) -> list[Run]:
 
 def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int]:
     """The finished runs, and how many are not. Of a run in two folders the later one counts."""
-    runs, unfinished = {}, 0
+    runs, total, unfinished = {}, 0, 0
     for folder in folders:
         found = []
         if (folder / "results.csv").exists():
@@ -187,6 +187,9 @@ def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int
             else:
                 unfinished += 1
         runs |= {(*run.group, run.seed): run for run in found}
+        total += len(found)
+    if total > len(runs):
+        print(f"runs of an earlier folder that a later one has replaced: {total - len(runs)}")
     return list(runs.values()), unfinished
 
 
@@ -210,14 +213,16 @@ def group_runs(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
 
 
 def check(groups: dict[tuple, list[Run]]) -> None:
-    """Refuse seeds of one group that cannot be averaged point by point."""
+    """Refuse seeds of one group that were not trained for the same, or not as long."""
+    remedies = {"limit": "report them apart", "steps": "choose --steps N to read all up to N"}
     for (task, *who), runs in groups.items():
-        seeds = {}
-        for run in runs:
-            seeds.setdefault(f"{run.steps:,}", []).append(f"{run.seed}")
-        found = " and ".join(f"{steps} steps (seed {', '.join(x)})" for steps, x in seeds.items())
-        if len(seeds) > 1:
-            refuse(f"{task}, {label(*who)}: {found}: choose --steps N to read all up to N")
+        for name, remedy in remedies.items():
+            seeds = {}
+            for run in runs:
+                seeds.setdefault(getattr(run, name), []).append(str(run.seed))
+            found = (f"{name} {x:,} (seed {', '.join(those)})" for x, those in seeds.items())
+            if len(seeds) > 1:
+                refuse(f"{task}, {label(*who)}: {' and '.join(found)}: {remedy}")
         points = {tuple(blocks(run.curve["global_step"]).round()) for run in runs}
         if len(points) > 1:  # rounded as in curves.csv
             refuse(f"{task}, {label(*who)}: its seeds differ in --batch-size: report them apart")

@@ -275,8 +275,10 @@ def test_interrupt_resume_failure_and_skip(tmp_path):
 # report.py
 
 
-def write_run(out, env_id, algorithm, seed, rewards, costs, batch=1000, **changes) -> None:
-    """A finished run with a row for each reward, as run.py and a script leave it; limit 0.1."""
+def write_run(
+    out, env_id, algorithm, seed, rewards, costs, batch=1000, limit=0.1, **changes
+) -> None:
+    """A finished run with a row for each reward, as run.py and a script leave it."""
     name = f"{env_id}__{algorithm}__{seed}" + "".join(
         f"__{flag}={value}" for flag, value in changes.get("sweep", {}).items()
     )
@@ -292,7 +294,7 @@ def write_run(out, env_id, algorithm, seed, rewards, costs, batch=1000, **change
         print("global_step", *tags.split(), "eval/avg_reward", "eval/avg_cost", sep=",", file=file)
         for i, (reward, cost) in enumerate(zip(rewards, costs, strict=True)):
             evaluated = (reward + 1, cost + 1) if i == len(rewards) - 2 else ("nan", "")
-            print(batch * (i + 1), reward, cost, 0.1, 50.0, *evaluated, sep=",", file=file)
+            print(batch * (i + 1), reward, cost, limit, 50.0, *evaluated, sep=",", file=file)
 
 
 def groups_in(out: Path) -> dict:
@@ -359,11 +361,22 @@ def refusal(capsys, *folders: Path, **options) -> str:
 def test_seeds_of_different_length_are_not_averaged(tmp_path, capsys, count):
     write_run(tmp_path, "X", "acpo_continuous", 1, [1.0] * count, [0.0] * count)
     write_run(tmp_path, "X", "acpo_continuous", 2, [1.0] * 102, [0.0] * 102)
-    found = f"{count},000 steps (seed 1) and 102,000 steps (seed 2)"
+    found = f"steps {count},000 (seed 1) and steps 102,000 (seed 2)"
     line = refusal(capsys, tmp_path)
     assert line == f"error: X, ACPO: {found}: choose --steps N to read all up to N"
     assert not (tmp_path / "report").exists()
     report.main(report.Args((tmp_path,), steps=102_000))
+
+
+def test_seeds_with_different_limits_are_not_averaged(tmp_path, capsys):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for seed in (1, 2):
+        write_run(one, "X", "acpo_continuous", seed, [1.0], [0.0])
+    report.main(report.Args((one,), out=one))  # of this one only the report is read
+    write_run(two, "X", "acpo_continuous", 3, [1.0], [0.0], limit=0.2)
+    found = "limit 0.1 (seed 1, 2) and limit 0.2 (seed 3)"
+    capsys.readouterr()
+    assert refusal(capsys, one, two) == f"error: X, ACPO: {found}: report them apart"
 
 
 def test_seeds_of_different_batch_size_are_not_averaged(tmp_path, capsys):
@@ -393,7 +406,9 @@ def test_a_report_goes_on_from_an_earlier_one(tmp_path, capsys):
 
     write_run(new, "X", "acpo_continuous", 2, [7.0] * 10, [0.0] * 10)  # again: the later counts
     write_run(new, "Y", "cpo_continuous", 1, [1.0] * 10, [0.0] * 10)
+    capsys.readouterr()
     runs, _ = report.read_runs((old, new))
+    assert "runs of an earlier folder that a later one has replaced: 1\n" in capsys.readouterr().out
     found = {(run.env_id, run.sweep, run.seed): run.reward for run in runs}
     kept = {("X", "recovery-t=0.5", 1): swept.reward}
     assert found == kept | {("X", "", 2): 7.0, ("Y", "", 1): 1.0}
