@@ -49,6 +49,8 @@ POINTS = 100  # points of a learning curve; each is the mean of as many iteratio
 RESAMPLES = 10_000  # of the bootstrap
 IDENTITY = ("env_id", "algorithm", "sweep", "seed")  # what tells a run from the others
 CURVE = ("global_step", "reward", "cost")
+BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 8}  # of a whole figure
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
 
 
 @dataclass
@@ -375,11 +377,13 @@ def colors_of(groups: dict[tuple, list[Run]]) -> dict[str, tuple]:
     """label -> colour, the same in all figures."""
     labels = list(dict.fromkeys(label(*key[1:]) for key in groups))
     colors = plt.colormaps["tab10" if len(labels) <= 10 else "tab20"].colors
-    return {name: colors[i % len(colors)] for i, name in enumerate(labels)}
+    if len(labels) > len(colors):
+        colors = plt.colormaps["turbo"](np.linspace(0.0, 1.0, len(labels)))
+    return dict(zip(labels, colors, strict=False))
 
 
 def save(figure, path: Path) -> str:
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, bbox_inches="tight")  # grows by the legend that stands outside
     plt.close(figure)
     return path.name
 
@@ -400,16 +404,17 @@ def plot_curves(axes, task: str, groups: dict[tuple, list[Run]], colors: dict) -
 
 
 def draw_curves(out: Path, task: str, groups: dict[tuple, list[Run]], colors: dict) -> str:
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     plot_curves(axes, task, groups, colors)
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), **BESIDE)
     return save(figure, out / f"curves_{task}.png")
 
 
 def draw_all_curves(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str:
     """The curves of all tasks in one figure: rewards above, costs below."""
     tasks = by_task(groups)
-    shape = {"figsize": (3.2 * len(tasks), 6.0), "layout": "constrained", "squeeze": False}
+    width = max(6.4, 3.2 * len(tasks))
+    shape = {"figsize": (width, 6.0), "layout": "constrained", "squeeze": False}
     figure, axes = plt.subplots(2, len(tasks), **shape)
     for column, (task, part) in zip(axes.T, tasks.items(), strict=True):
         plot_curves(column, task, part, colors)
@@ -420,7 +425,8 @@ def draw_all_curves(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> 
         axis.set(ylabel="")
     lines = [plt.Line2D([], [], color=x) for x in colors.values()]
     lines += [plt.Line2D([], [], linestyle="--", color="black")]
-    figure.legend(lines, [*colors, "limit"], loc="outside lower center", ncols=7)
+    ncols = max(1, round(width / (0.5 + 0.075 * max(map(len, colors)))))  # inches, roughly
+    figure.legend(lines, [*colors, "limit"], ncols=ncols, **BELOW)
     return save(figure, out / "curves.png")
 
 
@@ -441,7 +447,7 @@ def draw_scatter(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str
         axis.locator_params(axis="x", nbins=4)
     dots = [plt.Line2D([], [], marker="o", linestyle="", color=x) for x in colors.values()]
     dots += [plt.Line2D([], [], linestyle="--", color="black")]
-    figure.legend(dots, [*colors, "limit"], loc="outside right center", fontsize=8)
+    figure.legend(dots, [*colors, "limit"], **BESIDE)
     return save(figure, out / "scatter.png")
 
 

@@ -526,6 +526,36 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
     assert [bar.get_width() for bar in figures["throughput.png"].axes[0].patches] == [50.0] * 4
 
 
+@pytest.mark.parametrize("values", [1, 30])
+def test_a_legend_is_never_cut_off(tmp_path, monkeypatch, values):
+    """Also where it is wider or higher than the panels of one task."""
+    for value in range(values):
+        sweep = {"a-flag-with-a-long-name": str(value)}
+        write_run(tmp_path, "X", "atrpo_lagrangian", 1, [1.0] * 2, [0.1] * 2, sweep=sweep)
+    figures = {}
+    monkeypatch.setattr(report.plt, "close", lambda figure: figures.update({len(figures): figure}))
+    groups = groups_in(tmp_path)
+    colors = report.colors_of(groups)
+    report.draw_curves(tmp_path, "X", groups, colors)
+    report.draw_all_curves(tmp_path, groups, colors)
+    report.draw_scatter(tmp_path, groups, colors)
+    monkeypatch.undo()
+    for name, figure in zip(("curves_X", "curves", "scatter"), figures.values(), strict=True):
+        legend = figure.legends[0].get_window_extent()
+        height, width, _ = report.plt.imread(tmp_path / f"{name}.png").shape
+        assert height >= legend.height and width >= legend.width
+        panels = figure.axes[0].get_window_extent()
+        assert panels.width >= 250 and panels.height >= 200
+        assert not legend.overlaps(panels)
+        report.plt.close(figure)
+
+
+@pytest.mark.parametrize("count", [10, 20, 40])
+def test_no_two_labels_share_a_colour(count):
+    groups = {("X", "acpo_continuous", f"delta={i}"): [] for i in range(count)}
+    assert len(set(map(tuple, report.colors_of(groups).values()))) == count
+
+
 # throughput.py
 
 
