@@ -48,6 +48,7 @@ Algorithm = Literal[
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 TRUST_REGION, LAGRANGIAN = ALGORITHMS[:3], ALGORITHMS[3:]  # the two columns of the paper's table
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PLAIN_OUTPUT = {"TQDM_DISABLE": "1", "PYTHONIOENCODING": "utf-8"}
 OWN_FLAGS = {"env-id", "seed", "run-dir", "resume"}  # set for each run, so nobody else may
 
 Flags = dict[str, object]  # of a script: name -> value, a tuple of values, or () for a switch
@@ -339,8 +340,19 @@ def own_core() -> Iterator[int | None]:
 
 
 def last_line(path: Path, prefix: str = "") -> str:
-    lines = path.read_text(errors="replace").splitlines()
-    return next((x.strip() for x in reversed(lines) if x.strip() and x.startswith(prefix)), "")
+    lines = path.read_text("utf-8", "replace").splitlines()
+    told = (x for x in reversed(lines) if x.startswith(prefix) and any(map(str.isalnum, x)))
+    return next(told, "").strip()
+
+
+def error_in(path: Path) -> str:
+    """The last line; or what tyro, which refuses a flag in a box, says above the rule in it."""
+    text = path.read_text("utf-8", "replace").rstrip()
+    if not text.endswith("╯"):
+        return last_line(path)
+    inside = text.rpartition("╭")[2].splitlines()[1:]
+    message = itertools.takewhile(lambda line: "──" not in line, inside)
+    return " ".join(line.strip("│ ") for line in message)
 
 
 def new_attempt(command: list[str]) -> dict:
@@ -360,7 +372,7 @@ def launch(command: list[str], home: Path, lock, core: int | None) -> subprocess
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | dict.fromkeys(ONE_THREAD, "1") | {"TQDM_DISABLE": "1"},
+            env=os.environ | dict.fromkeys(ONE_THREAD, "1") | PLAIN_OUTPUT,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -408,7 +420,7 @@ def execute(run: Run, out: Path, started: Callable = lambda process: None) -> Ou
         line = last_line(home / "stdout.txt", "last 20 %")
         if code:
             ended = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-            line = attempt["error"] = f"{ended}: {last_line(home / 'stderr.txt') or 'no message'}"
+            line = attempt["error"] = f"{ended}: {error_in(home / 'stderr.txt') or 'no message'}"
         write_record(home, record)
         return Outcome(run.name, code, seconds, line)
 

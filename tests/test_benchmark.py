@@ -145,6 +145,43 @@ def test_a_run_has_one_core_and_one_thread(fake_scripts, tmp_path):
     assert (outcome.exit_code, outcome.line) == (0, "last 20 %: 1 1 1")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"delta": "x"}, "Error parsing --delta: could not convert string to float: 'x'"),
+        ({"deltas": "1"}, "Unrecognized options: --deltas, 1"),
+        (
+            {"hold": "x"},
+            "invalid choice 'x' for argument '--hold'. "
+            "Expected one of ('a first long name', 'a second long name').",
+        ),
+    ],
+)
+def test_the_error_of_a_refused_flag_is_what_tyro_says(
+    fake_scripts, tmp_path, monkeypatch, flags, message
+):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # would draw another box
+    (tmp_path / "cpo_continuous.py").write_text("""
+import dataclasses, typing, tyro
+@dataclasses.dataclass
+class Args:
+    env_id: str
+    seed: int
+    run_dir: str
+    delta: float = 1.0  # how long a step is
+    hold: typing.Literal["a first long name", "a second long name"] = "a first long name"
+tyro.cli(Args)
+""")
+    outcome = run.execute(make_run(**flags), tmp_path)
+    assert (outcome.exit_code, outcome.line) == (2, f"exit code 2: {message}")
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n-----\n\n"])
+def test_the_error_of_a_script_is_its_last_line(tmp_path, end):
+    (tmp_path / "stderr.txt").write_text("Traceback\n  a line\nerror: why" + end)
+    assert run.error_in(tmp_path / "stderr.txt") == "error: why"
+
+
 def test_runs_at_a_time_have_different_cores_while_there_are_any(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not the locks of other benchmarks
     monkeypatch.setattr(os, "sched_setaffinity", None, raising=False)
