@@ -380,7 +380,7 @@ def launch(command: list[str], home: Path, lock, core: int | None) -> subprocess
             pass_fds=[lock.fileno()],  # it holds the lock even if we are killed
         )
     if core is not None:
-        with suppress(ProcessLookupError):  # where it has ended already
+        with suppress(OSError):  # where it has ended already, or must not be moved
             os.sched_setaffinity(process.pid, {core})
     return process
 
@@ -401,28 +401,35 @@ def execute(run: Run, out: Path, started: Callable = lambda process: None) -> Ou
     if not out.is_dir():
         why = f"{platform.node()} does not see {out}: all nodes must share this folder"
         return Outcome(run.name, 2, 0.0, why)
-    home.mkdir(exist_ok=True)
-    with open(home / "lock", "w") as lock, own_core() as core:
-        if not try_lock(lock):
-            return Outcome(run.name, 2, 0.0, "another process is at work on it")
-        command = command_of(run, home)
-        record = read_record(home) or run.new_record()
-        attempt = new_attempt(command)
-        record["attempts"].append(attempt)
-        write_record(home, record)
-        start = time.perf_counter()
-        process = launch(command, home, lock, core)
-        started(process)
-        attempt["exit_code"] = code = wait_for(process)
-        attempt["seconds"] = seconds = round(time.perf_counter() - start, 2)
-        folder = run_folder(home)
-        record["folder"] = folder.name if folder else None
-        line = last_line(home / "stdout.txt", "last 20 %")
-        if code:
-            ended = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-            line = attempt["error"] = f"{ended}: {error_in(home / 'stderr.txt') or 'no message'}"
-        write_record(home, record)
-        return Outcome(run.name, code, seconds, line)
+    try:
+        home.mkdir(exist_ok=True)
+        with open(home / "lock", "w") as lock, own_core() as core:
+            if not try_lock(lock):
+                return Outcome(run.name, 2, 0.0, "another process is at work on it")
+            return execute_locked(run, home, lock, core, started)
+    except (OSError, ValueError) as error:  # a full disk, a broken record: the others go on
+        return Outcome(run.name, 1, 0.0, f"{home}: {error}")
+
+
+def execute_locked(run: Run, home: Path, lock, core: int | None, started: Callable) -> Outcome:
+    command = command_of(run, home)
+    record = read_record(home) or run.new_record()
+    attempt = new_attempt(command)
+    record["attempts"].append(attempt)
+    write_record(home, record)
+    start = time.perf_counter()
+    process = launch(command, home, lock, core)
+    started(process)
+    attempt["exit_code"] = code = wait_for(process)
+    attempt["seconds"] = seconds = round(time.perf_counter() - start, 2)
+    folder = run_folder(home)
+    record["folder"] = folder.name if folder else None
+    line = last_line(home / "stdout.txt", "last 20 %")
+    if code:
+        ended = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+        line = attempt["error"] = f"{ended}: {error_in(home / 'stderr.txt') or 'no message'}"
+    write_record(home, record)
+    return Outcome(run.name, code, seconds, line)
 
 
 def on_this_machine(runs: list[Run], out: Path, workers: int, stop: list) -> Iterator[Outcome]:

@@ -211,6 +211,14 @@ def test_the_run_folder_of_an_environment_with_a_namespace_is_found(tmp_path):
     assert Path(envs.Log(flags, "acpo_continuous.py").folder) == folder
 
 
+def test_an_error_of_the_disk_is_the_failure_of_one_run(fake_scripts, tmp_path):
+    one, two = make_run(1), make_run(2)
+    (tmp_path / one.name).write_text("in the way")
+    failed, done = (run.execute(each, tmp_path) for each in (one, two))
+    assert (failed.name, failed.exit_code, done.exit_code) == (one.name, 1, 0)
+    assert one.name in failed.line and "File exists" in failed.line
+
+
 def test_a_run_with_other_flags_is_not_taken_for_this_one(tmp_path, capsys):
     home = tmp_path / make_run().name
     write_run(tmp_path, "X", "cpo_continuous", 1, [1.0], [0.0], flags={"delta": ["1"]})
