@@ -300,7 +300,10 @@ def is_finished(run: Run, home: Path) -> bool:
 
 
 def git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # there is none: a run does not need it
+        return ""
     return done.stdout.strip()
 
 

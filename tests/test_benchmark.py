@@ -211,6 +211,13 @@ def test_the_run_folder_of_an_environment_with_a_namespace_is_found(tmp_path):
     assert Path(envs.Log(flags, "acpo_continuous.py").folder) == folder
 
 
+def test_a_run_does_not_need_git(fake_scripts, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run.execute(make_run(), tmp_path).exit_code == 0
+    (attempt,) = record_in(tmp_path, make_run().name)["attempts"]
+    assert attempt["commit"] == "" and attempt["uncommitted_changes"] is False
+
+
 def test_an_error_of_the_disk_is_the_failure_of_one_run(fake_scripts, tmp_path):
     one, two = make_run(1), make_run(2)
     (tmp_path / one.name).write_text("in the way")
