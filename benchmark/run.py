@@ -362,7 +362,7 @@ def new_attempt(command: list[str]) -> dict:
     return {
         "command": shlex.join(command),
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
         "machine": platform.node(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "exit_code": None,

@@ -218,6 +218,19 @@ def test_a_run_does_not_need_git(fake_scripts, tmp_path, monkeypatch):
     assert attempt["commit"] == "" and attempt["uncommitted_changes"] is False
 
 
+def test_only_changes_of_files_that_git_knows_are_uncommitted(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "known.py").write_text("1")
+    author = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for words in (["init"], ["add", "."], [*author, "commit", "-m", "x"]):
+        run.git(*words)
+    (tmp_path / "new.py").write_text("1")
+    attempt = run.new_attempt(["python"])
+    assert len(attempt["commit"]) == 40 and attempt["uncommitted_changes"] is False
+    (tmp_path / "known.py").write_text("2")
+    assert run.new_attempt(["python"])["uncommitted_changes"] is True
+
+
 def test_an_error_of_the_disk_is_the_failure_of_one_run(fake_scripts, tmp_path):
     one, two = make_run(1), make_run(2)
     (tmp_path / one.name).write_text("in the way")
