@@ -229,6 +229,10 @@ def check(args: Args, known: dict[str, set[str]]) -> None:
                 refuse(f"--{option} {words[0]}: is set by the benchmark itself")
             if not any(has(flags, words[0]) for flags in known.values()):
                 refuse(f"--{option} {words[0]}: no chosen script has this flag")
+    swept = [words[0] for words in args.sweep]
+    for flag in swept:
+        if swept.count(flag) > 1:
+            refuse(f"--sweep {flag}: is given twice; give all its values at once")
 
 
 def plan(args: Args) -> list[Run]:
@@ -247,7 +251,9 @@ def plan(args: Args) -> list[Run]:
                 sweep = {words[0]: value for words, value in zip(axes, values, strict=True)}
                 swept = {flag: [value] for flag, value in sweep.items()}
                 run = Run(algorithm, env_id, seed, flags | swept, sweep)
-                runs[run.name] = run  # a seed or value given twice is run once
+                other = runs.setdefault(run.name, run)  # a seed or value given twice is run once
+                if other.env_id != env_id:
+                    refuse(f"--envs {other.env_id} {env_id}: both runs would be {run.name}")
     return list(runs.values())
 
 

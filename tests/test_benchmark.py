@@ -122,6 +122,14 @@ def test_a_sweep_is_a_product_and_leaves_other_scripts_alone(fake_scripts):
         ({"sweep": (("delta",),)}, "--sweep delta: needs a flag and its values"),
         ({"set": (("seed", "1"),)}, "--set seed: is set by the benchmark"),
         ({"set": (("recover", "1"),)}, "--set recover: no chosen script"),
+        (
+            {"sweep": (("delta", "1"), ("delta", "2"))},
+            "--sweep delta: is given twice; give all its values at once",
+        ),
+        (
+            {"envs": ("a:X", "b:X"), "seeds": (1,)},
+            "--envs a:X b:X: both runs would be X__cpo_continuous__1",
+        ),
         ({"algorithms": ("bvf_ppo",)}, "bvf_ppo.py does not exist"),
     ],
 )
