@@ -283,7 +283,14 @@ def command_of(run: Run, home: Path) -> list[str]:
 def read_record(home: Path) -> dict | None:
     """None where the script has not yet made its folder: such a record binds nobody."""
     path = home / "record.json"
-    return json.loads(path.read_text()) if path.exists() and run_folder(home) else None
+    if not path.exists() or run_folder(home) is None:
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error}); delete it to resume the run"
+        ) from error
 
 
 def write_record(home: Path, record: dict) -> None:
@@ -294,7 +301,10 @@ def write_record(home: Path, record: dict) -> None:
 
 def is_finished(run: Run, home: Path) -> bool:
     """True after exit code 0. A record of the same name but other flags is refused."""
-    record = read_record(home)
+    try:
+        record = read_record(home)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
     if record is None:
         return False
     stored = {"env-id": record["env_id"]} | record["flags"]
@@ -417,7 +427,7 @@ def execute(run: Run, out: Path, started: Callable = lambda process: None) -> Ou
                 return Outcome(run.name, 2, 0.0, "another process is at work on it")
             return execute_locked(run, home, lock, core, started)
     except (OSError, ValueError) as error:  # a full disk, a broken record: the others go on
-        return Outcome(run.name, 1, 0.0, f"{home}: {error}")
+        return Outcome(run.name, 1, 0.0, str(error))
 
 
 def execute_locked(run: Run, home: Path, lock, core: int | None, started: Callable) -> Outcome:
@@ -534,7 +544,10 @@ def main(args: Args) -> None:
     print(f"{len(runs)} runs: {len(finished)} finished, {resumed} to resume; folder {out}")
     stop = []
     ray = connect(args.ray_address) if args.ray_address else None
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {out}: must be a folder to write into ({error.strerror})")
     outcomes = on_ray(ray, todo, out, stop) if ray else on_this_machine(todo, out, workers, stop)
     failed = follow(outcomes, len(todo), stop)
     for outcome in failed:

@@ -257,6 +257,30 @@ def test_a_run_with_other_flags_is_not_taken_for_this_one(tmp_path, capsys):
     assert "was made with another delta: choose another --out" in capsys.readouterr().err
 
 
+def test_an_out_that_is_a_file_is_refused(fake_scripts, tmp_path, capsys):
+    file = tmp_path / "cpo_continuous.py"
+    for out in (file, file / "below"):
+        with pytest.raises(SystemExit) as stopped:
+            run.main(run.Args(algorithms=fake_scripts, envs=("X",), out=out))
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --out {out}: must be a folder")
+
+
+@pytest.mark.parametrize("text", ["", '{"algorithm": "cpo'])
+def test_a_broken_record_is_named(fake_scripts, tmp_path, capsys, text):
+    write_run(tmp_path, "X", "cpo_continuous", 1, [1.0], [0.0])
+    path = tmp_path / make_run().name / "record.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        run.is_finished(make_run(), path.parent)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: cannot be read (")
+    outcome = run.execute(make_run(), tmp_path)
+    assert outcome.exit_code == 1 and outcome.line.startswith(f"{path}: cannot be read (")
+    assert path.read_text() == text
+
+
 # run.py: as a user runs it, with the real script
 
 
