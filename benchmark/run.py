@@ -299,6 +299,10 @@ def write_record(home: Path, record: dict) -> None:
     os.replace(home / "record.tmp", home / "record.json")
 
 
+def has_succeeded(record: dict) -> bool:
+    return any(attempt["exit_code"] == 0 for attempt in record["attempts"])
+
+
 def is_finished(run: Run, home: Path) -> bool:
     """True after exit code 0. A record of the same name but other flags is refused."""
     try:
@@ -312,7 +316,7 @@ def is_finished(run: Run, home: Path) -> bool:
     other = [flag for flag in stored | wanted if stored.get(flag) != wanted.get(flag)]
     if other:
         refuse(f"{home} was made with another {', '.join(other)}: choose another --out")
-    return any(attempt["exit_code"] == 0 for attempt in record["attempts"])
+    return has_succeeded(record)
 
 
 def git(*words: str) -> str:
@@ -433,6 +437,8 @@ def execute(run: Run, out: Path, started: Callable = lambda process: None) -> Ou
 def execute_locked(run: Run, home: Path, lock, core: int | None, started: Callable) -> Outcome:
     command = command_of(run, home)
     record = read_record(home) or run.new_record()
+    if has_succeeded(record):
+        return Outcome(run.name, 0, 0.0, "another process has finished it")
     attempt = new_attempt(command)
     record["attempts"].append(attempt)
     write_record(home, record)

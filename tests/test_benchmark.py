@@ -239,6 +239,13 @@ def test_only_changes_of_files_that_git_knows_are_uncommitted(tmp_path, monkeypa
     assert run.new_attempt(["python"])["uncommitted_changes"] is True
 
 
+def test_a_run_that_another_process_has_finished_is_not_started(fake_scripts, tmp_path):
+    write_run(tmp_path, "X", "cpo_continuous", 1, [1.0], [0.0])
+    outcome = run.execute(make_run(), tmp_path)
+    assert (outcome.exit_code, outcome.line) == (0, "another process has finished it")
+    assert exit_codes(tmp_path, make_run().name) == [0]
+
+
 def test_an_error_of_the_disk_is_the_failure_of_one_run(fake_scripts, tmp_path):
     one, two = make_run(1), make_run(2)
     (tmp_path / one.name).write_text("in the way")
