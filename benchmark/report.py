@@ -176,12 +176,16 @@ def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int
     """The finished runs, and how many are not. Of a run in two folders the later one counts."""
     runs, total, unfinished = {}, 0, 0
     for folder in folders:
-        found = []
+        found, records = [], sorted(folder.glob("*/record.json"))
+        if not folder.is_dir():
+            refuse(f"{folder}: is no folder")
+        if not records and not (folder / "results.csv").exists():
+            refuse(f"{folder}: has neither runs of benchmark/run.py nor a results.csv")
         if (folder / "results.csv").exists():
             if steps:
                 refuse(f"--steps {steps}: {folder} is a report, which knows whole runs only")
             found = read_report(folder)
-        for path in sorted(folder.glob("*/record.json")):
+        for path in records:
             record = json.loads(path.read_text())
             done = any(attempt["exit_code"] == 0 for attempt in record["attempts"])
             if done and record["folder"]:
@@ -520,6 +524,8 @@ def panels(n: int):
 
 
 def main(args: Args) -> None:
+    if not args.folders:
+        refuse("no folder is given: name the --out of benchmark/run.py, or an earlier report")
     runs, unfinished = read_runs(args.folders, args.steps)
     if not runs:
         names = ", ".join(map(str, args.folders))

@@ -461,6 +461,15 @@ def refusal(capsys, *folders: Path, **options) -> str:
     return line
 
 
+def test_a_folder_with_nothing_in_it_is_refused(tmp_path, capsys):
+    write_run(tmp_path / "good", "X", "acpo_continuous", 1, [1.0], [0.0])
+    (tmp_path / "empty").mkdir()
+    for name, why in (("mistyped", "is no folder"), ("empty", "has neither runs of benchmark")):
+        line = refusal(capsys, tmp_path / "good", tmp_path / name)
+        assert line.startswith(f"error: {tmp_path / name}: {why}")
+    assert refusal(capsys).startswith("error: no folder is given")
+
+
 @pytest.mark.parametrize("count", [300, 103])  # 103 and 102 make 51 points each
 def test_seeds_of_different_length_are_not_averaged(tmp_path, capsys, count):
     write_run(tmp_path, "X", "acpo_continuous", 1, [1.0] * count, [0.0] * count)
