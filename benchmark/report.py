@@ -257,14 +257,21 @@ def mean_of(runs: list[Run], name: str) -> float:
 
 
 def best_feasible(groups: dict[tuple, list[Run]]) -> set[tuple]:
-    """Of each task, the group of highest mean reward among those within FEASIBLE of the limit."""
-    best = {}
-    for key, runs in groups.items():
-        task, reward = key[0], mean_of(runs, "reward")
-        within = mean_of(runs, "cost") <= FEASIBLE * mean_of(runs, "limit")
-        if within and (task not in best or reward > best[task][0]):
-            best[task] = reward, key
-    return {key for _, key in best.values()}
+    """Of each task with a single limit, the groups of highest mean reward that hold it."""
+    best = set()
+    for members in by_task(groups).values():
+        if len(limits_of(members)) == 1:
+            rewards = {key: mean_of(x, "reward") for key, x in members.items() if holds(x)}
+            best |= {key for key in rewards if rewards[key] == max(rewards.values())}
+    return best
+
+
+def holds(runs: list[Run]) -> bool:
+    return mean_of(runs, "cost") <= FEASIBLE * mean_of(runs, "limit")
+
+
+def limits_of(groups: dict[tuple, list[Run]]) -> list[float]:
+    return sorted({run.limit for runs in groups.values() for run in runs})
 
 
 def label(algorithm: str, sweep: str) -> str:
@@ -316,21 +323,26 @@ def markdown(groups: dict[tuple, list[Run]], unfinished: int, figures: list[str]
     return "\n".join(lines + [f"![{name[:-4]}]({name})" for name in figures]) + "\n"
 
 
+def span(values: list) -> str:
+    """`2`, or `1 to 3` where they differ."""
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 def glance(groups: dict[tuple, list[Run]]) -> str:
     """One row per algorithm, one column per task: reward and its interval, and the cost."""
     tasks, bold = by_task(groups), best_feasible(groups)
     heads = []
     for task, members in tasks.items():
-        sizes, (run, *_) = sorted({len(x) for x in members.values()}), next(iter(members.values()))
-        seeds = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-        heads.append(f"{task}: limit {run.limit:g}, n = {seeds}")
+        limit, seeds = span(limits_of(members)), span([len(runs) for runs in members.values()])
+        heads.append(f"{task}: limit {limit}, n = {seeds}")
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(tasks)) + "|"]
     for who in dict.fromkeys(key[1:] for key in groups):
         cells = [label(*who)]
         for task in tasks:
             runs = groups.get((task, *who), [])
             text = f"{cell(runs, 'reward', '#.3g')} at {mean_of(runs, 'cost'):.2g}" if runs else "-"
-            if runs and mean_of(runs, "cost") > FEASIBLE * mean_of(runs, "limit"):
+            if runs and not holds(runs):
                 text = f"*{text}*"
             cells.append(f"**{text}**" if (task, *who) in bold else text)
         lines.append(f"| {' | '.join(cells)} |")
@@ -403,7 +415,7 @@ def plot_curves(axes, task: str, groups: dict[tuple, list[Run]], colors: dict) -
         axis.set(
             xlabel="environment steps (millions)", ylabel=f"average {name} per step", title=task
         )
-    for limit in {run.limit for runs in groups.values() for run in runs}:
+    for limit in limits_of(groups):
         axes[1].axhline(limit, color="black", linestyle="--", label=f"limit {limit:g}")
 
 
@@ -423,7 +435,7 @@ def draw_all_curves(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> 
     for column, (task, part) in zip(axes.T, tasks.items(), strict=True):
         plot_curves(column, task, part, colors)
         column[0].set(xlabel="")
-        limit = max(run.limit for runs in part.values() for run in runs)
+        limit = limits_of(part)[-1]
         column[1].set(ylim=(0.0, 3.0 * limit), title="")  # the limit in view, not the first updates
     for axis in axes[:, 1:].flat:
         axis.set(ylabel="")
@@ -444,7 +456,7 @@ def draw_scatter(out: Path, groups: dict[tuple, list[Run]], colors: dict) -> str
             color = colors[label(*who)]
             axis.scatter(costs, rewards, s=12, color=color, alpha=0.6)
             axis.scatter(np.mean(costs), np.mean(rewards), s=70, color=color, edgecolor="black")
-        for limit in {run.limit for runs in members.values() for run in runs}:
+        for limit in limits_of(members):
             axis.axvline(limit, color="black", linestyle="--")
         axis.set(xlabel="cost per step", ylabel="reward per step", title=task)
         axis.axhline(0.0, color="0.85", zorder=0)  # in view, or 1 % would look like 50

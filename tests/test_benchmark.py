@@ -574,6 +574,25 @@ def test_the_table_at_a_glance(tmp_path):
     assert rows[1] == "| CPO | *9.00 at 0.2* | **1.25 at 0.1** |"
 
 
+def test_nobody_is_best_where_the_limits_of_a_task_differ(tmp_path):
+    for limit in (0.1, 0.2):
+        sweep = {"cost-limit": str(limit)}
+        write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [limit], limit=limit, sweep=sweep)
+    write_run(tmp_path, "Y", "acpo_continuous", 1, [1.0], [0.1])
+    groups = groups_in(tmp_path)
+    assert report.best_feasible(groups) == {("Y", "acpo_continuous", "")}
+    head, _, *rows = report.glance(groups).splitlines()
+    assert head == "| | X: limit 0.1 to 0.2, n = 1 | Y: limit 0.1, n = 1 |"
+    assert "| ACPO, cost-limit=0.2 | 1.00 at 0.2 | - |" in rows
+
+
+def test_all_that_are_equally_good_are_best(tmp_path):
+    for algorithm, reward in (("acpo_continuous", 2.0), ("cpo_continuous", 2.0), ("bvf_ppo", 1.0)):
+        write_run(tmp_path, "X", algorithm, 1, [reward], [0.0])
+    best = {algorithm for _, algorithm, _ in report.best_feasible(groups_in(tmp_path))}
+    assert best == {"acpo_continuous", "cpo_continuous"}
+
+
 def test_the_table_states_every_commit(tmp_path):
     commits = ["b" * 40, "a" * 40]
     attempts = [{"exit_code": 0, "commit": x, "uncommitted_changes": False} for x in commits]
