@@ -99,6 +99,8 @@ def read_progress(path: Path, steps: int = 0) -> dict[str, np.ndarray]:
     """Columns of progress.csv, up to a number of steps unless 0; an empty cell is nan."""
     with open(path) as file:
         rows = [row for row in csv.DictReader(file) if not 0 < steps < int(row["global_step"])]
+    if steps and not rows:
+        refuse(f"{path}: has no iteration within --steps {steps}")
     return {tag: np.array([float(row[tag] or "nan") for row in rows]) for tag in rows[0]}
 
 
@@ -122,8 +124,18 @@ def commits_of(record: dict, arguments: dict) -> str:
     return f"{names} with uncommitted changes" if dirty else names
 
 
-def read_run(home: Path, record: dict, steps: int = 0) -> Run:
-    folder = home / record["folder"]
+def read_record(path: Path) -> tuple[dict, tuple]:
+    """A record.json, and who it is of: the values of IDENTITY."""
+    try:
+        record = json.loads(path.read_text())
+        task = record["env_id"].split(":")[-1].replace("/", "-")
+        sweep = ", ".join(f"{flag}={value}" for flag, value in record["sweep"].items())
+        return record, (task, record["algorithm"], sweep, record["seed"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        refuse(f"{path}: cannot be read ({error!r})")
+
+
+def read_run(folder: Path, who: tuple, record: dict, steps: int = 0) -> Run:
     try:
         progress = read_progress(folder / "progress.csv", steps)
         arguments = json.loads((folder / "args.json").read_text())
@@ -131,10 +143,7 @@ def read_run(home: Path, record: dict, steps: int = 0) -> Run:
         step, limit = progress["global_step"], progress["charts/cost_limit"]
         rate = float(progress["charts/SPS"][-1])
         return Run(
-            env_id=record["env_id"].split(":")[-1].replace("/", "-"),
-            algorithm=record["algorithm"],
-            sweep=", ".join(f"{flag}={value}" for flag, value in record["sweep"].items()),
-            seed=record["seed"],
+            *who,
             steps=int(step[-1]),
             reward=last_fifth(reward),
             cost=last_fifth(cost),
@@ -177,19 +186,16 @@ def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int
     runs, total, unfinished = {}, 0, 0
     for folder in folders:
         found, records = [], sorted(folder.glob("*/record.json"))
-        if not folder.is_dir():
-            refuse(f"{folder}: is no folder")
-        if not records and not (folder / "results.csv").exists():
-            refuse(f"{folder}: has neither runs of benchmark/run.py nor a results.csv")
         if (folder / "results.csv").exists():
             if steps:
                 refuse(f"--steps {steps}: {folder} is a report, which knows whole runs only")
             found = read_report(folder)
+        elif not records:
+            refuse(f"{folder}: is no folder with a results.csv or with runs of benchmark/run.py")
         for path in records:
-            record = json.loads(path.read_text())
-            done = any(attempt["exit_code"] == 0 for attempt in record["attempts"])
-            if done and record["folder"]:
-                found.append(read_run(path.parent, record, steps))
+            record, who = read_record(path)
+            if record["folder"] and any(x["exit_code"] == 0 for x in record["attempts"]):
+                found.append(read_run(path.parent / record["folder"], who, record, steps))
             else:
                 unfinished += 1
         runs |= {(*run.group, run.seed): run for run in found}
@@ -229,8 +235,7 @@ def check(groups: dict[tuple, list[Run]]) -> None:
             found = (f"{name} {x:,} (seed {', '.join(those)})" for x, those in seeds.items())
             if len(seeds) > 1:
                 refuse(f"{task}, {label(*who)}: {' and '.join(found)}: {remedy}")
-        points = {tuple(blocks(run.curve["global_step"]).round()) for run in runs}
-        if len(points) > 1:  # rounded as in curves.csv
+        if len({tuple(blocks(run.curve["global_step"]).round()) for run in runs}) > 1:
             refuse(f"{task}, {label(*who)}: its seeds differ in --batch-size: report them apart")
 
 
@@ -324,9 +329,7 @@ def markdown(groups: dict[tuple, list[Run]], unfinished: int, figures: list[str]
 
 
 def span(values: list) -> str:
-    """`2`, or `1 to 3` where they differ."""
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return " to ".join(f"{x:g}" for x in sorted({min(values), max(values)}))
 
 
 def glance(groups: dict[tuple, list[Run]]) -> str:
@@ -491,9 +494,8 @@ def draw_sweep(out: Path, flag: str, groups: dict[tuple, list[Run]]) -> str:
     shape = {"figsize": (11, 3.6 * len(tasks)), "layout": "constrained", "squeeze": False}
     figure, axes = plt.subplots(len(tasks), 2, **shape)
     for row, (task, lines) in zip(axes, tasks.items(), strict=True):
-        ticks = sorted(
-            {x for line in lines.values() for x in line}, key=lambda x: (as_number(x), x)
-        )
+        values = {x for line in lines.values() for x in line}
+        ticks = sorted(values, key=lambda x: (as_number(x), x))
         for axis, name in zip(row, ("reward", "cost"), strict=True):
             for i, (who, line) in enumerate(lines.items()):
                 draw_line(axis, name, who, f"C{i}", [(ticks.index(x), line[x]) for x in line])
@@ -545,7 +547,10 @@ def main(args: Args) -> None:
     groups = group_runs(runs)
     check(groups)
     out = args.out or args.folders[0] / "report"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {out}: must be a folder to write into ({error.strerror})")
     colors = colors_of(groups)
     figures = [draw_curves(out, task, part, colors) for task, part in by_task(groups).items()]
     draws = draw_all_curves, draw_scatter, draw_throughput

@@ -464,9 +464,9 @@ def refusal(capsys, *folders: Path, **options) -> str:
 def test_a_folder_with_nothing_in_it_is_refused(tmp_path, capsys):
     write_run(tmp_path / "good", "X", "acpo_continuous", 1, [1.0], [0.0])
     (tmp_path / "empty").mkdir()
-    for name, why in (("mistyped", "is no folder"), ("empty", "has neither runs of benchmark")):
+    for name in ("mistyped", "empty"):
         line = refusal(capsys, tmp_path / "good", tmp_path / name)
-        assert line.startswith(f"error: {tmp_path / name}: {why}")
+        assert line.startswith(f"error: {tmp_path / name}: is no folder with a results.csv or with")
     assert refusal(capsys).startswith("error: no folder is given")
 
 
@@ -546,6 +546,28 @@ def test_a_run_without_a_readable_log_is_named(tmp_path, capsys):
 def test_a_run_without_a_folder_counts_as_not_finished(tmp_path):
     write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0], folder=None)
     assert report.read_runs((tmp_path,)) == ([], 1)
+
+
+@pytest.mark.parametrize("text", ["", '{"algorithm": "cpo', "[]", "{}"])
+def test_a_broken_record_is_named_by_the_report(tmp_path, capsys, text):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0])
+    path = tmp_path / "X__acpo_continuous__1" / "record.json"
+    path.write_text(text)
+    assert refusal(capsys, tmp_path).startswith(f"error: {path}: cannot be read (")
+
+
+def test_fewer_steps_than_a_batch_are_refused(tmp_path, capsys):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0])
+    line = refusal(capsys, tmp_path, steps=999)
+    assert line.endswith("the_run/progress.csv: has no iteration within --steps 999")
+
+
+def test_a_report_into_a_file_is_refused(tmp_path, capsys):
+    write_run(tmp_path, "X", "acpo_continuous", 1, [1.0], [0.0])
+    file = tmp_path / "X__acpo_continuous__1" / "record.json"
+    for out in (file, file / "below"):
+        line = refusal(capsys, tmp_path, out=out)
+        assert line.startswith(f"error: --out {out}: must be a folder")
 
 
 def test_bold_is_the_best_that_holds_the_limit_on_average(tmp_path):
