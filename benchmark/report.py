@@ -182,8 +182,8 @@ def read_report(folder: Path) -> list[Run]:
 
 
 def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int]:
-    """The finished runs, and how many are not. Of a run in two folders the later one counts."""
-    runs, total, unfinished = {}, 0, 0
+    """The runs that are finished in some folder, the later one counts; and how many are in none."""
+    runs, total, unfinished = {}, 0, set()
     for folder in folders:
         found, records = [], sorted(folder.glob("*/record.json"))
         if (folder / "results.csv").exists():
@@ -197,12 +197,12 @@ def read_runs(folders: tuple[Path, ...], steps: int = 0) -> tuple[list[Run], int
             if record["folder"] and any(x["exit_code"] == 0 for x in record["attempts"]):
                 found.append(read_run(path.parent / record["folder"], who, record, steps))
             else:
-                unfinished += 1
+                unfinished.add(who)
         runs |= {(*run.group, run.seed): run for run in found}
         total += len(found)
     if total > len(runs):
         print(f"runs of an earlier folder that a later one has replaced: {total - len(runs)}")
-    return list(runs.values()), unfinished
+    return list(runs.values()), len(unfinished - runs.keys())
 
 
 def position(names, name: str) -> tuple[int, str]:

@@ -570,6 +570,18 @@ def test_a_report_into_a_file_is_refused(tmp_path, capsys):
         assert line.startswith(f"error: --out {out}: must be a folder")
 
 
+def test_a_run_that_is_finished_in_one_folder_is_not_left_out(tmp_path):
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    stopped = {"attempts": [{"exit_code": 1, "commit": "", "uncommitted_changes": False}]}
+    for out, changes in ((one, {}), (two, stopped), (three, stopped)):
+        sweep = {"delta": "1"}
+        write_run(out, "a:X", "acpo_continuous", 1, [1.0], [0.0], sweep=sweep, **changes)
+    for folders in ((one, two), (two, one)):
+        runs, unfinished = report.read_runs(folders)
+        assert (len(runs), unfinished) == (1, 0)
+    assert report.read_runs((two, three)) == ([], 1)
+
+
 def test_bold_is_the_best_that_holds_the_limit_on_average(tmp_path):
     for seed, cost in ((1, 0.09), (2, 0.13)):  # 0.11 on average: just within
         write_run(tmp_path, "PointGather", "acpo_continuous", seed, [2.0], [cost])
