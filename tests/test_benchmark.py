@@ -63,6 +63,19 @@ def test_the_practical_suite_knows_the_limit():
         assert planned.flags == ({"adaptive": []} if lagrangian else {})
 
 
+def test_the_practical_suite_gives_bottleneck_a_limit_that_can_be_met():
+    for planned in run.plan(run.Args(suite="practical", envs=("Bottleneck",))):
+        wanted = {"cost-limit": ["0.2"], "total-timesteps": ["600000"]}
+        assert wanted.items() <= planned.flags.items()
+
+
+def test_set_wins_over_the_suite():
+    fixed = (("total-timesteps", "7"), ("cost-limit", "0.3"))
+    args = run.Args(algorithms=("acpo_continuous",), envs=("Bottleneck",), seeds=(1,), set=fixed)
+    (planned,) = run.plan(args)
+    assert planned.flags == {"total-timesteps": ["7"], "cost-limit": ["0.3"]}
+
+
 def test_flags_of_a_script_are_read_without_running_it():
     fields = dataclasses.fields(acpo_continuous.Args)
     assert run.script_flags("acpo_continuous") == {f.name.replace("_", "-") for f in fields}
@@ -398,7 +411,8 @@ def write_run(
         print("global_step", *tags.split(), "eval/avg_reward", "eval/avg_cost", sep=",", file=file)
         for i, (reward, cost) in enumerate(zip(rewards, costs, strict=True)):
             evaluated = (reward + 1, cost + 1) if i == len(rewards) - 2 else ("nan", "")
-            print(batch * (i + 1), reward, cost, limit, 50.0, *evaluated, sep=",", file=file)
+            speed = 50.0 if i == len(rewards) - 1 else 40.0
+            print(batch * (i + 1), reward, cost, limit, speed, *evaluated, sep=",", file=file)
 
 
 def groups_in(out: Path) -> dict:
@@ -427,16 +441,16 @@ def test_bootstrap_interval_of_many_values_is_the_normal_one():
 
 
 def test_a_run_is_read_from_its_files(tmp_path):
-    costs = [0.2, 0.1, 0.0, 0.3, 0.1, 0.1, 0.1, 0.1, 0.05, 0.15]
-    write_run(tmp_path, "PointGather", "acpo_continuous", 4, range(10), costs)
+    costs = [0.2, 0.1, 0.0, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.15]  # the fifth of 12 is 2
+    write_run(tmp_path, "PointGather", "acpo_continuous", 4, range(12), costs)
     unfinished = [{"exit_code": None, "commit": "", "uncommitted_changes": False}]
     write_run(tmp_path, "PointGather", "acpo_continuous", 5, [1], [1], attempts=unfinished)
     (only,), left_out = report.read_runs((tmp_path,))
     assert left_out == 1
-    assert (only.reward, only.cost, only.limit) == pytest.approx((8.5, 0.1, 0.1))
-    assert only.violation == pytest.approx(0.3)  # 0.2, 0.3, 0.15; a cost at the limit is none
-    assert (only.eval_reward, only.eval_cost) == pytest.approx((9.0, 1.05))
-    assert (only.steps, only.steps_per_second, only.seconds) == (10_000, 50.0, 200.0)
+    assert (only.reward, only.cost, only.limit) == pytest.approx((10.5, 0.1, 0.1))
+    assert only.violation == pytest.approx(0.25)  # 0.2, 0.3, 0.15; a cost at the limit is none
+    assert (only.eval_reward, only.eval_cost) == pytest.approx((11.0, 1.05))
+    assert (only.steps, only.steps_per_second, only.seconds) == (12_000, 50.0, 240.0)
     assert (only.seed, only.commit) == (4, "aaaaaaa")
 
 
@@ -478,17 +492,16 @@ def test_seeds_of_different_length_are_not_averaged(tmp_path, capsys, count):
     line = refusal(capsys, tmp_path)
     assert line == f"error: X, ACPO: {found}: choose --steps N to read all up to N"
     assert not (tmp_path / "report").exists()
-    report.main(report.Args((tmp_path,), steps=102_000))
+    report.check(report.group_runs(report.read_runs((tmp_path,), 102_000)[0]))
 
 
 def test_seeds_with_different_limits_are_not_averaged(tmp_path, capsys):
     one, two = tmp_path / "one", tmp_path / "two"
     for seed in (1, 2):
         write_run(one, "X", "acpo_continuous", seed, [1.0], [0.0])
-    report.main(report.Args((one,), out=one))  # of this one only the report is read
+    report.write_csv(one, groups_in(one))  # an earlier report: it knows of no flag
     write_run(two, "X", "acpo_continuous", 3, [1.0], [0.0], limit=0.2)
     found = "limit 0.1 (seed 1, 2) and limit 0.2 (seed 3)"
-    capsys.readouterr()
     assert refusal(capsys, one, two) == f"error: X, ACPO: {found}: report them apart"
 
 
@@ -687,6 +700,11 @@ def test_the_report_of_a_sweep(tmp_path, monkeypatch):
         limit = axis.lines[-1]
         assert set(limit.get_ydata()) == {0.1} and limit.get_linestyle() == "--"
     assert len(figures["curves_PointCircle.png"].axes[0].lines) == 4
+    band = figures["curves_PointCircle.png"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((1.5 - np.sqrt(0.5), 1.5 + np.sqrt(0.5)))
+    runs, mean = figures["scatter.png"].axes[0].collections[:2]
+    assert runs.get_offsets().tolist() == [pytest.approx((0.05, x)) for x in (1.0, 2.0)]
+    assert mean.get_offsets().tolist() == [pytest.approx((0.05, 1.5))]
     limit = figures["scatter.png"].axes[0].lines[0]
     assert set(limit.get_xdata()) == {0.1} and limit.get_linestyle() == "--"
     assert [bar.get_width() for bar in figures["throughput.png"].axes[0].patches] == [50.0] * 4
