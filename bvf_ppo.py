@@ -13,7 +13,7 @@ and as both have the mean J_C(pi), the constraint at every state implies J_C(pi)
 top of the policy network moves its mean action to the closest one that meets the constraint,
 linearised at the previous policy; PPO trains the network through that layer.
 
-    python bvf_ppo.py --env-id PointCircle --safety-eta 0.6
+    python bvf_ppo.py --env-id PointCircle --cost-gamma 0.9
 
 Differs from ppo_lagrangian.py in the constraint (lines marked "BVF:"): a layer in the policy in
 place of a multiplier. One cost only. Page: docs/bvf_ppo.md.
@@ -47,7 +47,6 @@ class Args:
     cost_gae_lambda: float = 0.9  # GAE parameter of the cost advantages
     delta: float = 0.02  # KL at which an update ends early (nats)
     cost_gamma: float = 0.99  # discount per step of the costs, backward and forward
-    safety_eta: float = 0.0  # weight of the previous policy's action in the safety layer
     clip_coef: float = 0.2  # eps of the clipped surrogate
     policy_learning_rate: float = 3e-4  # Adam step size of the policy
     policy_epochs: int = 10  # passes over the batch per update
@@ -104,7 +103,6 @@ class Agent(nn.Module):
         self.b_c = mlp(obs_size, hidden, 1, gain=0.01)
         self.frozen = nn.ModuleList(copy.deepcopy(x) for x in (self.actor_mean, self.q_c, self.b_c))
         self.register_buffer("spent", torch.zeros(()))  # J_C / l, measured on the last batch
-        self.safety_eta = 0.0
         self.register_buffer("value_scale", torch.ones(1 + m))  # unit of the critics' outputs
         self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("obs_mean", torch.zeros(obs_size, dtype=torch.float64))
@@ -134,7 +132,7 @@ class Agent(nn.Module):
     def policy(self, obs: torch.Tensor, constraint=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean (n, act) and standard deviation (act,) of the action, behind the safety layer."""
         constraint, std = constraint or self.constraint(obs), self.log_std.exp()
-        return safety_layer(self.actor_mean(obs), *constraint, self.safety_eta, std.detach()), std
+        return safety_layer(self.actor_mean(obs), *constraint, std.detach()), std
 
     def policy_parameters(self) -> list[nn.Parameter]:
         return [*self.actor_mean.parameters(), self.log_std]
@@ -178,15 +176,14 @@ def clipped_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: float)
     return -torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages).mean()
 
 
-def safety_layer(mean, m_b, gradient, slack, eta: float, bound) -> torch.Tensor:
-    """The m closest to (1 - eta) mean + eta m_b with gradient'(m - m_b) <= slack.
+def safety_layer(mean, m_b, gradient, slack, bound) -> torch.Tensor:
+    """The m closest to mean with gradient'(m - m_b) <= slack.
 
     No component is moved by more than bound: the linear model of Q_C holds near m_b only.
     """
-    free = (1.0 - eta) * mean + eta * m_b
-    excess = ((free - m_b) * gradient).sum(-1, keepdim=True) - slack
+    excess = ((mean - m_b) * gradient).sum(-1, keepdim=True) - slack
     nu = excess.clamp(min=0.0) / (gradient.square().sum(-1, keepdim=True) + 1e-8)
-    return free - torch.minimum(torch.maximum(nu * gradient, -bound), bound)
+    return mean - torch.minimum(torch.maximum(nu * gradient, -bound), bound)
 
 
 def backward_returns(costs, values, starts, gamma, lam):
@@ -269,7 +266,6 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     if m > 1:
         envs.refuse("env_id", args.env_id, f"has {m} costs; the safety layer is for one")
     agent = Agent(obs_size, act_size, m, args.hidden_sizes, args.log_std_init).to(args.device)
-    agent.safety_eta = args.safety_eta
     optimizer = torch.optim.Adam(agent.critics.parameters(), args.critic_learning_rate, fused=True)
     optimizer.add_param_group({"params": [*agent.q_c.parameters(), *agent.b_c.parameters()]})
     ascent = torch.optim.Adam(agent.policy_parameters(), args.policy_learning_rate, eps=1e-5)
@@ -304,6 +300,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
     alive = np.zeros((num_steps, num_envs, 1))
     gammas = to_device([args.gamma, args.cost_gamma])
     lambdas = to_device([args.gae_lambda] + [args.cost_gae_lambda] * m)
+    box = to_device(env.single_action_space.low), to_device(env.single_action_space.high)
 
     iterations = args.total_timesteps // args.batch_size
     for iteration in range(state["iteration"] + 1, iterations + 1):
@@ -378,7 +375,7 @@ def main(args: Args, stop: list[int] | tuple = ()) -> str:
         # Critics
         agent.value_scale.lerp_(targets.std(0).float() + 1e-6, 1.0 / iteration)
         f_obs, f_targets, f_spent = b_obs.float(), targets.float(), returns.view(-1, 1).float()
-        executed = torch.cat([b_obs, b_actions.clamp(-1.0, 1.0)], 1).float()
+        executed = torch.cat([b_obs, b_actions.clamp(*box)], 1).float()
         to_come = (targets[:, 1:] * unit).float()
         for _ in range(args.critic_epochs):
             for mb_inds in torch.randperm(args.batch_size).split(args.critic_minibatch):

@@ -32,7 +32,7 @@ RANGES = {  # what a flag may be, in whichever script it is
     "log_std_init log_std_min": (-20, 2),
     "gae_lambda cost_gae_lambda backtrack_coef": (0, 0.999),
     "gamma cost_gamma": (0, 0.99999),
-    "recovery_t ell safety_eta": (0, 1),
+    "recovery_t ell": (0, 1),
 }
 BATCH_RULE = "must be a multiple, 2 or more, of the {} environments"
 RAISED_BY_OTHERS = TypeError, AttributeError, AssertionError, RuntimeError  # when they are made
