@@ -76,14 +76,14 @@ ROWS |= {
 # Where a paragraph is not equal it is nearly so: (segment, script, base) -> lines that differ.
 NEAR = {
     ("main: env eval_env", PPO, CPO): 1,
-    ("main: env eval_env", BVF, PPO): 4,
+    ("main: env eval_env", BVF, PPO): 3,
     ("main: A new", ATRPO, CPO): 1,
     ("main: A new", PPO, ATRPO): 1,
     ("main: A new", BVF, PPO): 1,
     ("main: Storage of", ACPO, CPO): 2,
     ("main: Storage of", ATRPO, ACPO): 2,
     ("main: Storage of", PPO, ATRPO): 3,
-    ("main: Storage of", BVF, PPO): 3,
+    ("main: Storage of", BVF, PPO): 4,
     ("main: iterations args", ACPO, CPO): 3,
     ("main: Advantages by", ACPO, CPO): 7,
     ("main: Advantages by", ATRPO, ACPO): 1,
