@@ -99,6 +99,8 @@ def check(args) -> None:
     if args.total_timesteps and args.total_timesteps < args.batch_size:
         why = f"must be at least --batch-size {args.batch_size}, or 0: the task's own"
         refuse("total_timesteps", args.total_timesteps, why)
+    if args.log_std_init < args.log_std_min:
+        refuse("log_std_init", args.log_std_init, f"is below --log-std-min {args.log_std_min}")
     if not all(1 <= size <= 4096 for size in args.hidden_sizes):
         refuse("hidden_sizes", args.hidden_sizes, "must all be in [1, 4096]")
     if args.num_envs and (args.batch_size % args.num_envs or args.batch_size < 2 * args.num_envs):

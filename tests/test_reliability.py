@@ -527,6 +527,7 @@ BAD = [
     ("cost_limit", "inf", {}, "1 finite"),
     ("cost_limit", [0.1, 0.2], {}, "1 finite"),
     ("cost_limit", None, {"env_id": THIRD_PARTY + "NoLimit-v0"}, "1 finite"),
+    ("log_std_init", -2.5, {}, "below --log-std-min -2"),
     ("batch_size", 100, {}, "8 environments"),
     ("batch_size", 8, {}, "8 environments"),
     ("batch_size", 63, {"num_envs": 0}, "8 environments"),

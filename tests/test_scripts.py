@@ -202,8 +202,7 @@ def test_logged_numbers_agree_with_one_another(runs, script):
     rows = read(runs(script, "full"))
     cost, c = column(rows, "charts/avg_cost"), column(rows, "dual/c")
     assert set(column(rows, "charts/cost_limit")) == {0.2}
-    if "dual/integral" in NAN.get(script, ()):  # else it is measured with the cost critic
-        np.testing.assert_allclose(c, cost - 0.2, rtol=1e-12)
+    np.testing.assert_allclose(c, cost - 0.2, rtol=1e-12)
     np.testing.assert_allclose(
         column(rows, "charts/cumulative_cost"), BATCH * np.cumsum(cost), rtol=1e-9
     )
