@@ -56,7 +56,7 @@ def make_vec(env_id: str, num_envs: int = 0, seed: int | None = None, **kwargs) 
             single = make()
             num_envs = getattr(single.unwrapped, "recommended_num_envs", 1)
             single.close()
-        return Adapter([make] * num_envs, env_id, seed)
+        return Adapter([make] * num_envs, env_id, seed, num_costs=int(env_id in SUMO))
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
         known = dict.fromkeys([*IDS, *gym.registry])
         near = difflib.get_close_matches(env_id.split(":")[-1], known, n=3)

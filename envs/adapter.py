@@ -8,16 +8,27 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 
+class CostError(OSError, ValueError):
+    """A step without its costs. It is an OSError: the scripts tell those in one line."""
+
+
 class Adapter(VectorEnv):
     """Single environments side by side in this process, stepped one after the other.
 
     SAME_STEP autoreset; `infos["cost"]` and `infos["final_obs"]` are full arrays on every step, as
-    in `envs.batch.BatchEnv`. Bounded actions are rescaled to [-1, 1].
+    in `envs.batch.BatchEnv`. Bounded actions are rescaled to [-1, 1]. `num_costs` is the number of
+    costs per step; where it is 0, a copy of the environment makes one step to tell.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, makers: list[Callable[[], gym.Env]], name: str, seed: int | None = None):
+    def __init__(
+        self,
+        makers: list[Callable[[], gym.Env]],
+        name: str,
+        seed: int | None = None,
+        num_costs: int = 0,
+    ):
         self.envs = [make() for make in makers]
         self.name = name
         self.num_envs = len(self.envs)
@@ -37,7 +48,7 @@ class Adapter(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.low, self.high = act.low.astype(np.float64), act.high.astype(np.float64)
-        self.num_costs = np.size(self.cost_limit) if self.cost_limit is not None else self._probe()
+        self.num_costs = num_costs or self._probe(makers[0]())
 
     def _check_spaces(self, env: gym.Env) -> bool:
         obs, act = env.observation_space, env.action_space
@@ -48,10 +59,21 @@ class Adapter(VectorEnv):
                 )
         return bool(np.isfinite(act.low).all() and np.isfinite(act.high).all())
 
-    def _probe(self) -> int:
-        """How many costs a step gives: from one step, as the environment does not say."""
-        self.reset(seed=0)
-        return self.step(np.zeros(self.action_space.shape))[-1]["cost"][0].size
+    def _probe(self, copy: gym.Env) -> int:
+        """How many costs a step gives. The copy makes it: our rows and their generators do not."""
+        copy.reset(seed=0)
+        info = copy.step(self._env_action(np.zeros(self.single_action_space.shape)))[-1]
+        copy.close()
+        return self._cost(info).size
+
+    def _cost(self, info: dict) -> np.ndarray:
+        cost = np.array(info.get("cost", ()), np.float64)
+        if not cost.size:
+            raise CostError(
+                f"{self.name} puts no 'cost' into info: a constrained task must give the cost "
+                f"of every step in info['cost'] (a wrapper can add it)"
+            )
+        return cost
 
     def _env_action(self, action: np.ndarray) -> np.ndarray:
         if self.bounded:
@@ -70,22 +92,19 @@ class Adapter(VectorEnv):
     def step(self, actions: np.ndarray):
         obs = np.zeros(self.observation_space.shape, np.float32)
         final_obs = np.zeros_like(obs)
-        rewards, costs = np.zeros(self.num_envs), [0.0] * self.num_envs
+        rewards, costs = np.zeros(self.num_envs), [None] * self.num_envs
         terminated, truncated = np.zeros((2, self.num_envs), bool)
         for i, env in enumerate(self.envs):
             obs[i], rewards[i], terminated[i], truncated[i], info = env.step(
                 self._env_action(np.asarray(actions[i], np.float64))
             )
-            if "cost" not in info:
-                raise ValueError(
-                    f"{self.name} puts no 'cost' into info: a constrained task must give the cost "
-                    f"of every step in info['cost'] (a wrapper can add it)"
-                )
-            costs[i] = info["cost"]
+            costs[i] = self._cost(info)
+            if costs[i].size != self.num_costs:
+                raise CostError(f"{self.name} gave {costs[i].size} costs, not {self.num_costs}")
             final_obs[i] = obs[i]
             if terminated[i] or truncated[i]:
                 obs[i], _ = env.reset()
-        infos = {"cost": np.asarray(costs, np.float64), "final_obs": final_obs}
+        infos = {"cost": np.stack(costs), "final_obs": final_obs}
         return obs, rewards, terminated, truncated, infos
 
     def get_state(self) -> list | None:

@@ -134,7 +134,8 @@ def make_pair(args):
     own = () if env.cost_limit is None else env.cost_limit
     limit, m = np.ravel(args.cost_limit or own).astype(np.float64), env.num_costs
     if limit.size != m or not (np.isfinite(limit) & (limit >= 0.0)).all():
-        refuse("cost_limit", args.cost_limit, f"must be {m} finite number(s) >= 0, one per cost")
+        why = f"must be {m} finite number(s) >= 0, one per cost of {args.env_id}"
+        refuse("cost_limit", args.cost_limit or env.cost_limit, why)
     if args.batch_size % env.num_envs or args.batch_size < 2 * env.num_envs:
         refuse("batch_size", args.batch_size, BATCH_RULE.format(env.num_envs))
     if args.capture_video:

@@ -871,6 +871,14 @@ def test_third_party_env_obeys_the_rules(tiny):
     env.close()
 
 
+def test_counting_the_costs_leaves_the_rows_alone(tiny, monkeypatch):
+    monkeypatch.setattr(gym.make(tiny).unwrapped.__class__, "cost_limit", None)
+    env = envs.make_vec(tiny, 2)
+    assert env.num_costs == 1 and [e.unwrapped.episode for e in env.envs] == [-1, -1]
+    monkeypatch.setattr(envs.Adapter, "_probe", None)  # ours need none: it costs SUMO a world
+    assert envs.make_vec("Grid", 1).num_costs == 1
+
+
 def test_our_own_single_envs_also_work_through_the_adapter():
     batch = envs.make_vec("PointGather", 2, seed=3, horizon=20)
     makers = [partial(gym.make, "PointGather", horizon=20)] * 2

@@ -513,6 +513,7 @@ BAD = [
     ("env_id", "", {}, "Malformed"),
     ("env_id", "two words", {}, "Malformed"),
     ("env_id", "Pendulum-v1", {"cost_limit": 0.1}, "info['cost']"),  # no cost
+    ("env_id", THIRD_PARTY + "NoCost-v0", {}, "info['cost']"),
     ("env_id", "CartPole-v1", {"cost_limit": 0.1}, "Discrete(2)"),
     ("env_id", "FrozenLake-v1", {"cost_limit": 0.1}, "Discrete(16)"),
     ("env_id", THIRD_PARTY + "Picture-v0", {}, "flat Box"),
@@ -527,6 +528,8 @@ BAD = [
     ("cost_limit", "inf", {}, "1 finite"),
     ("cost_limit", [0.1, 0.2], {}, "1 finite"),
     ("cost_limit", None, {"env_id": THIRD_PARTY + "NoLimit-v0"}, "1 finite"),
+    ("cost_limit", None, {"env_id": THIRD_PARTY + "OneLimit-v0"}, "0.1: must be 2 finite"),
+    ("cost_limit", None, {"env_id": THIRD_PARTY + "TwoLimits-v0"}, "(0.1, 0.2): must be 1 finite"),
     ("log_std_init", -2.5, {}, "below --log-std-min -2"),
     ("batch_size", 100, {}, "8 environments"),
     ("batch_size", 8, {}, "8 environments"),
@@ -857,6 +860,18 @@ def test_number_that_is_not_finite_ends_the_run(script, env_id, tmp_path, monkey
     assert len(read(folder)) == saved if saved else (folder / "progress.csv").read_text() == ""
     assert (folder / "checkpoint.pt").exists() == bool(saved)
     assert_finite(folder)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "text"), [("CostStops-v0", "no 'cost'"), ("CostGrows-v0", "2 costs, not 1")]
+)
+@every_script
+def test_costs_that_are_missing_later_end_the_run(script, env_id, text, tmp_path):
+    """As a process, as the line is that of the script's last resort."""
+    done = run(words(script, tmp_path, **SMALL | {"env_id": THIRD_PARTY + env_id}))
+    assert done.returncode == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith(f"error: {THIRD_PARTY}{env_id} ") and text in done.errors[0]
+    assert len(read(folder_in(tmp_path))) == 1  # the 21st step is in the second batch of 16
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

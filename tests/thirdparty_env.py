@@ -122,6 +122,22 @@ class NoLimit(Free):
     cost_limit = None
 
 
+class WrongCosts(Still):
+    """Gives `many` costs in a step, 0 is none at all; other than one only from step `since` on."""
+
+    clock = 0
+
+    def __init__(self, many: int, since: int = 0, cost_limit=0.1):
+        self.many, self.since, self.cost_limit = many, since, cost_limit
+
+    def step(self, action):
+        self.clock += 1
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self.clock > self.since:
+            info = {"cost": np.zeros(self.many)} if self.many else {}
+        return obs, reward, terminated, truncated, info
+
+
 class NoPicture(Still):
     """Claims to have pictures, which need a package that is not installed."""
 
@@ -151,5 +167,10 @@ for part in ("obs", "start"):
 gym.register("Still-v0", Still, max_episode_steps=25)
 gym.register("Free-v0", Free, max_episode_steps=25)
 gym.register("NoLimit-v0", NoLimit, max_episode_steps=25)
+gym.register("NoCost-v0", WrongCosts, kwargs={"many": 0})
+gym.register("OneLimit-v0", WrongCosts, kwargs={"many": 2})
+gym.register("TwoLimits-v0", WrongCosts, kwargs={"many": 1, "cost_limit": (0.1, 0.2)})
+gym.register("CostStops-v0", WrongCosts, kwargs={"many": 0, "since": 20})
+gym.register("CostGrows-v0", WrongCosts, kwargs={"many": 2, "since": 20})
 gym.register("NoPicture-v0", NoPicture, max_episode_steps=25)
 gym.register("Picture-v0", Picture, max_episode_steps=25)
