@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers import TimeLimit
 
 
 class CostError(OSError, ValueError):
@@ -108,18 +109,34 @@ class Adapter(VectorEnv):
         return obs, rewards, terminated, truncated, infos
 
     def get_state(self) -> list | None:
-        """Snapshots of all rows, or None where the environment cannot give one."""
-        if not all(hasattr(env.unwrapped, "get_state") for env in self.envs):
+        """Snapshots of all rows, then the clocks of their time limits, which are wrappers.
+
+        None where the environment cannot give its state or take it back.
+        """
+        names = ("get_state", "set_state")
+        if not all(hasattr(env.unwrapped, name) for env in self.envs for name in names):
             return None
-        return [env.unwrapped.get_state() for env in self.envs]
+        clocks = [limit._elapsed_steps for limit in self._time_limits()]
+        return [env.unwrapped.get_state() for env in self.envs] + clocks
 
     def set_state(self, state: list) -> None:
-        if len(state) != self.num_envs:
-            raise ValueError(f"a state of {len(state)} envs for {self.num_envs} of {self.name}")
+        rows, clocks, limits = state[: self.num_envs], state[self.num_envs :], self._time_limits()
+        if len(rows) != self.num_envs or len(clocks) != len(limits):
+            raise ValueError(f"this is no state of {self.num_envs} envs of {self.name}")
         self.first_seed = None
-        for env, row in zip(self.envs, state, strict=True):
+        for env, row in zip(self.envs, rows, strict=True):
             env.reset()  # Gymnasium's wrappers refuse a step before it
             env.unwrapped.set_state(row)
+        for limit, clock in zip(limits, clocks, strict=True):
+            limit._elapsed_steps = clock
+
+    def _time_limits(self) -> list[TimeLimit]:
+        limits = []
+        for env in self.envs:
+            while isinstance(env, gym.Wrapper):
+                limits += [env] * isinstance(env, TimeLimit)
+                env = env.env
+        return limits
 
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(env.render() for env in self.envs)

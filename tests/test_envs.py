@@ -879,6 +879,25 @@ def test_counting_the_costs_leaves_the_rows_alone(tiny, monkeypatch):
     assert envs.make_vec("Grid", 1).num_costs == 1
 
 
+def test_third_party_env_with_a_state_and_a_time_limit(tiny, monkeypatch):
+    """A restored row is truncated when the one that went on is."""
+    task = gym.make(tiny).unwrapped.__class__
+    monkeypatch.setattr(task, "get_state", lambda self: {"t": self.t}, raising=False)
+    env = envs.make_vec(tiny, 3, seed=0, max_episode_steps=2)
+    env.reset()
+    assert envs.snapshot(env) is None  # a state that cannot be put back is none
+    monkeypatch.setattr(task, "set_state", lambda self, s: self.__dict__.update(s), raising=False)
+    env.step(np.zeros((3, 1)))
+    state = envs.snapshot(env)
+    for other in (env, envs.make_vec(tiny, 3, seed=0, max_episode_steps=2)):
+        envs.restore(other, state)
+        _, rewards, _, truncated, _ = other.step(np.zeros((3, 1)))
+        assert truncated.all() and (rewards == -2).all()
+    for n in (1, 2, 6):  # 6: as many as there are snapshots and clocks
+        with pytest.raises(ValueError, match=f"no state of {n} envs"):
+            envs.restore(envs.make_vec(tiny, n, max_episode_steps=2), state)
+
+
 def test_our_own_single_envs_also_work_through_the_adapter():
     batch = envs.make_vec("PointGather", 2, seed=3, horizon=20)
     makers = [partial(gym.make, "PointGather", horizon=20)] * 2
