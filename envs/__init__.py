@@ -58,6 +58,10 @@ def make_vec(env_id: str, num_envs: int = 0, seed: int | None = None, **kwargs) 
             single.close()
         return Adapter([make] * num_envs, env_id, seed, num_costs=int(env_id in SUMO))
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            missing = getattr(error.__cause__, "name", error.name)  # Gymnasium's own has no name
+            if not f"{env_id.split(':')[0]}.".startswith(f"{missing}."):
+                raise  # the module is there, but not what it needs
         known = dict.fromkeys([*IDS, *gym.registry])
         near = difflib.get_close_matches(env_id.split(":")[-1], known, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -933,6 +933,16 @@ def test_an_unknown_id_suggests_near_names():
         envs.make_vec("no_such_package:Thing", 1)
 
 
+def test_a_module_that_others_need_is_named(tmp_path, monkeypatch):
+    (tmp_path / "needy.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="No module named 'no_such_dependency'"):
+        envs.make_vec("needy:Thing-v0", 1)
+    for name in ("need", "no_such_package.part", "envs.no_such_part"):
+        with pytest.raises(ValueError, match=f"unknown environment '{name}:Thing-v0'"):
+            envs.make_vec(f"{name}:Thing-v0", 1)
+
+
 def test_the_environment_recommends_how_many_and_how_long():
     for env_id in IDS:
         env = envs.make_vec(env_id)
