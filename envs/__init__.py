@@ -39,6 +39,7 @@ def make_vec(env_id: str, num_envs: int = 0, seed: int | None = None, **kwargs) 
     `num_costs` is the number of costs per step. `stagger=True` spreads the episode clocks of our
     batched tasks; others ignore it. Further arguments go to the environment.
     """
+    env_id = env_id.removeprefix("envs:")
     if num_envs < 0:
         raise ValueError(f"num_envs must be >= 0, got {num_envs}")
     if env_id in BATCHED:

@@ -116,11 +116,13 @@ def check(args) -> None:
 def make_pair(args):
     """(environments to train in, environments to evaluate in, limit (m,)) as the flags say.
 
-    Where the flags leave the number of steps or the damping to the task, it is put into args.
+    Where the flags leave the number of steps or the damping to the task, it is put into args;
+    `envs:AntGather` becomes AntGather.
     """
     from envs import make_vec
 
     check(args)
+    args.env_id = args.env_id.removeprefix("envs:")  # the scripts look at it too
     seed = args.seed * 1_000_000  # row i of an env has seed + i: no two runs share random numbers
     try:
         env = make_vec(args.env_id, args.num_envs, seed=seed, stagger=True)

@@ -943,6 +943,11 @@ def test_a_module_that_others_need_is_named(tmp_path, monkeypatch):
             envs.make_vec(f"{name}:Thing-v0", 1)
 
 
+def test_ours_may_have_our_name_in_front():
+    for env_id in IDS:
+        assert type(envs.make_vec(f"envs:{env_id}", 2)) is type(envs.make_vec(env_id, 2))
+
+
 def test_the_environment_recommends_how_many_and_how_long():
     for env_id in IDS:
         env = envs.make_vec(env_id)

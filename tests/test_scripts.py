@@ -335,6 +335,15 @@ def test_two_iterations_of_each_environment(short_runs, script, env_id):
 
 
 @every_script
+def test_ours_with_our_name_in_front(script):
+    args = importlib.import_module(script).Args(env_id="envs:AntGather")
+    env, *_ = envs.make_pair(args)
+    assert isinstance(env, envs.batch.BatchEnv) and args.env_id == "AntGather"
+    assert args.total_timesteps == env.recommended_timesteps
+    assert getattr(args, "cg_damping", 1.0) == 1.0
+
+
+@every_script
 def test_third_party_environment_with_terminations(script, tmp_path):
     flags = SHORT | {"env_id": "tests.thirdparty_env:Fuse-v0", "num_envs": 4, "batch_size": 160}
     flags |= {"total_timesteps": 320, "eval_episodes": 2, "eval_steps": 50}
