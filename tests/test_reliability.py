@@ -974,7 +974,8 @@ def test_soak_reads_what_a_process_has():
     assert after.memory - before.memory > 40_000_000
     assert after.files == before.files + 1 and after.children == before.children
     assert after.cpu >= before.cpu > 0.0 and after.clock > before.clock
-    code = "import sys; files = [open('/dev/null') for _ in range(50)]; print(); sys.stdin.read()"
+    code = "import sys; files = [open('/dev/null') for _ in range(50)]\n"
+    code += "print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
         child.stdout.readline()
