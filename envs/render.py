@@ -1,5 +1,7 @@
 """Pictures of the tasks: MuJoCo's offscreen renderer where there is GL, else drawn with Pillow."""
 
+import contextlib
+
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -42,6 +44,10 @@ def open_scene(body):
     """(model, data, renderer) or None where no GL context can be made."""
     import mujoco
 
+    with contextlib.suppress(ImportError):
+        # In CUDA builds of torch the first optimizer loads Triton. Its LLVM takes the names of the
+        # LLVM that OpenGL has made global, and the process dies; the other way round both live.
+        import triton  # noqa: F401
     try:
         model = getattr(body, "model", None) or mujoco.MjModel.from_xml_path(body.model_file)
         model.geom_matid[0], model.geom_rgba[0] = -1, (0.86, 0.88, 0.84, 1.0)  # a plain floor

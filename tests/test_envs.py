@@ -1,8 +1,10 @@
 """The batched tasks against geometry, physics and formulas that can be worked out by hand."""
 
 import os
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -1152,6 +1154,24 @@ def test_pictures_without_gl(env_id, monkeypatch):
         np.testing.assert_allclose(pixel(env.strip, 5, reach), envs.render.RED, atol=0.01)
     start = (0, env.radius, reach) if env_id.endswith("Circle") else (0, 0, 10)
     assert pixel(*start).max() < 0.3  # the body, dark, at the start
+
+
+def test_picture_before_the_first_optimizer():
+    """With a CUDA build of torch this was a segmentation fault: two LLVMs, one set of names."""
+    code = """
+import envs, torch
+env = envs.make_vec("PointCircle", 1, seed=0, render_mode="rgb_array")
+env.reset(), env.render()
+torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(envs.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 def test_rendering_does_not_disturb_the_chain():
