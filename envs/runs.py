@@ -108,7 +108,8 @@ def check(args) -> None:
     try:
         torch.zeros(1, dtype=torch.float64, device=args.device).cpu()
     except (RuntimeError, AssertionError, TypeError) as error:
-        refuse("device", args.device, first_line(error))
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        refuse("device", args.device, f"{first_line(error)} (there is {', '.join(there)})")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("track", True, "needs Weights & Biases: pip install wandb")
 

@@ -560,7 +560,7 @@ BAD = [
     ("seed", -1, {}, "[0, "),
     ("device", "cudda", {}, "cpu, cuda"),
     ("device", "meta", {}, "meta"),  # it has no numbers
-    ("device", "cuda:99", {}, "cuda" if torch.cuda.is_available() else "CUDA"),
+    ("device", "cuda:99", {}, "(there is cpu"),  # what else it says is the business of the build
     ("resume", "no/such/run", {}, "args.json"),
     ("capture_video", True, {"env_id": THIRD_PARTY + "NoPicture-v0"}, "no pictures"),
 ]
