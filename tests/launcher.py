@@ -154,7 +154,13 @@ def events(folder: Path) -> dict[str, dict[int, float]]:
     """tag -> {step: value}; a step that TensorBoard would show twice is an error."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    # TensorBoard reads the files by the second and the process number in their names. Tests resume
+    # several times a second, and process numbers start again.
+    files = sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
+    with tempfile.TemporaryDirectory() as sorted_files:
+        for i, path in enumerate(files):
+            Path(sorted_files, f"events.out.tfevents.{i:010d}").symlink_to(path.absolute())
+        log = EventAccumulator(sorted_files, size_guidance={"scalars": 0}).Reload()
     found = {}
     for tag in log.Tags()["scalars"]:
         points = [(event.step, event.value) for event in log.Scalars(tag)]
