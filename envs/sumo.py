@@ -37,7 +37,10 @@ def import_libsumo():
     try:
         import libsumo
     except ImportError as err:
-        raise ImportError(f"Grid and Bottleneck need SUMO: pip install libsumo ({err})") from None
+        why = f"pip install libsumo ({err})"
+        if not isinstance(err, ModuleNotFoundError):  # its wheel brings all but these
+            why = f"{err}; on Debian or Ubuntu: apt-get install libgl1 libxrender1 libatomic1"
+        raise ImportError(f"Grid and Bottleneck need SUMO: {why}") from None
     return libsumo
 
 

@@ -628,6 +628,17 @@ def test_sumo_that_is_not_installed(monkeypatch, capsys, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_sumo_without_a_library_of_the_system(monkeypatch, capsys, tmp_path):
+    """As in a bare container: the wheel is there, what it links to is not."""
+    (tmp_path / "libsumo.py").write_text("raise ImportError('libGL.so.1: cannot open')")
+    monkeypatch.delitem(sys.modules, "libsumo", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = words(SCRIPTS[0], tmp_path / "runs", **GRID | {"num_envs": 1})
+    done = in_process(SCRIPTS[0], line, monkeypatch, capsys)
+    assert_refused(done, "--env-id Grid", "libGL.so.1", "apt-get install libgl1")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("where", ["file", "file/below", "/dev/null/runs", "/proc/runs"])
 def test_run_folder_that_cannot_be_made(where, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("mine")

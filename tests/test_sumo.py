@@ -13,7 +13,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-pytest.importorskip("libsumo")
+pytest.importorskip("libsumo", exc_type=ImportError)
 
 from envs import sumo
 from envs.bottleneck import Bottleneck
