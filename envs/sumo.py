@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -322,8 +323,11 @@ class SumoVectorEnv(AsyncVectorEnv):
         self.num_costs = 1
         self._first_seed = seed
         makers = [functools.partial(env_class, **kwargs)] * num_envs
+        # The default until Python 3.14; with the new one workers are not children of this process.
+        context = "fork" if sys.platform == "linux" else None
+        mode = AutoresetMode.SAME_STEP
         with self._workers_needed():
-            super().__init__(makers, worker=_worker, autoreset_mode=AutoresetMode.SAME_STEP)
+            super().__init__(makers, worker=_worker, autoreset_mode=mode, context=context)
 
     @contextlib.contextmanager
     def _workers_needed(self):

@@ -390,6 +390,8 @@ def test_killed_sumo_worker_ends_the_run_in_one_line(full, script, tmp_path):
     process = Forked(words(script, tmp_path, **GRID))
     wait_for(partial(has_rows, tmp_path, 2, process), "two rows")  # one is saved, or both
     workers = children_of(process.pid)
+    if sys.version_info >= (3, 14):  # a tracker of the lock of the progress bar is the last child
+        workers.pop()
     assert len(workers) == GRID["num_envs"]
     os.kill(workers[1], signal.SIGKILL)
     done = process.wait()
@@ -1007,8 +1009,9 @@ def test_soak_of_a_short_run(tmp_path):
     )
     assert done.stderr == "" and done.stdout.count("\n") == 3, done.stderr
     (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    # From Python 3.14 on there is one child: a tracker of the lock of the progress bar.
     assert row["task"] == "ConstrainedLQR" and row["steps"] == "5120"
-    assert 100 < float(row["MB at 10 %"]) < 2000 and row["children"] == "0 0"
+    assert 100 < float(row["MB at 10 %"]) < 2000 and row["children"] in ("0 0", "1 1")
     assert done.returncode == (0 if row["broken"] == "nothing" else 1)
     gone = soak.sample(2**30, 1)
     assert (gone.memory, gone.files, gone.children) == (0, 0, 0)
