@@ -131,7 +131,7 @@ PRACTICAL = Suite(
     seeds={
         "PointCircle": 5,
         "PointGather": 5,
-        "AntCircle": 3,
+        "AntCircle": 5,
         "AntGather": 3,
         "Grid": 3,
         "Bottleneck": 3,
